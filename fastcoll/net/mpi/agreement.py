@@ -59,7 +59,7 @@ class Requests:
         self._looked = 0.0
 
     def ring(self) -> None:
-        """Make the current wait, or the next one, return at once. Any thread may call this."""
+        """Make the current or next wait return at once. Any thread may call this."""
         self._table[c.BELL] = 1
 
     def silence(self) -> None:
@@ -108,7 +108,10 @@ class Requests:
         return code == DONE
 
     def pause(self, look: Callable[[], None]) -> None:
-        """Let other threads take the lock between two waits; call `look` at most every 50 ms."""
+        """Let other threads take the lock between two waits.
+
+        Also calls `look`, at most every 50 ms.
+        """
         self._yield_lock()
         if not self._library.serial or time.monotonic() - self._looked >= _LOOK_EVERY:
             self._looked = time.monotonic()
@@ -158,7 +161,9 @@ _MOST_BYTES = 256 << 10  # maximum memory that a rank has for the data in all ra
 
 
 class Prepared:
-    """The table of a call (compiled.py), made once for all calls with the same arguments and sizes.
+    """The table of a call (compiled.py).
+
+    It is made once for all calls with the same arguments and sizes.
 
     Args:
         code: the call word (core/signature.py), with the bit ON_GPU.
@@ -183,7 +188,7 @@ def row_sizes(ranks: int) -> list[int]:
 
 
 class RowExchange:
-    """The exchange of rows between a group's ranks, in MPI messages with the tag `tag`.
+    """The exchange of rows between a group's ranks, in MPI messages with one `tag`.
 
     Attributes:
         address: the address of the context (compiled.py).
@@ -227,7 +232,10 @@ class RowExchange:
         return int(self._words[word])
 
     def end(self, how: str = "done") -> None:
-        """End the current call, and record how it ended: `how` is one of ENDS in record/record.py."""
+        """End the current call, and record how it ended.
+
+        `how` is one of ENDS in record/record.py.
+        """
         self._words[c.IN_PROGRESS] = 0
         self._record.end(self[c.CALLS], how)
 
@@ -247,9 +255,9 @@ class RowExchange:
         return self.resume(code, lambda: c.meet.call(self.address | c.RESUMED, prepared.address), look)
 
     def resume(self, code: int, again: Callable[[], int], look: Callable[[], None]) -> int:
-        """Call `again` until a compiled call that has returned `code` ends; return its last status.
+        """Continue a compiled call that has returned `code`, and return its last status.
 
-        `again` continues the compiled call. `look` is called between two such calls, as in Requests.finish.
+        `again` continues the compiled call, until it ends; `look` is called in between, as in Requests.finish.
         """
         try:
             while code == AGAIN:

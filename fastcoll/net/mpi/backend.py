@@ -296,7 +296,10 @@ class MpiBackend(Backend):
 
     @property
     def least_on_gpus(self) -> int:
-        """The most bytes of a message that must be in host memory; a longer message may be in GPU memory."""
+        """The most bytes of a message that must be in host memory.
+
+        A longer message may be in GPU memory.
+        """
         return INLINE_BYTES
 
     # ---- the end -----------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ def _finish(context, call, out):
 
 @entry
 def meet(context: Index, call: Index) -> int:
-    """Do the meeting of a call. SOURCE and ATTACHED of the context are the data to attach."""
+    """Do the meeting of a call, with the data at SOURCE attached to the row."""
     address = integer(context)
     plain = address & ~RESUMED
     return _meet(address, integer(call), load_word(plain, SOURCE), load_word(plain, ATTACHED))

@@ -75,15 +75,16 @@ class Memory(Protocol):
         """Copy the block `source` to `target`; the two are the same block or do not overlap."""
 
     def scratch(self, nbytes: int) -> tuple[int, Any]:
-        """Return the address of `nbytes` bytes of scratch memory, and the object that owns them.
+        """Return the address of `nbytes` scratch bytes, and the object that owns them.
 
         The next call of `scratch` may return the same bytes again.
         """
 
     def reducer(self, op: ReduceOp, dtype: np.dtype[Any], blocks: Sequence[Block]) -> Any:
-        """Return the reducer for `blocks`, which are arrays of `dtype`; it has an attribute `itemsize`.
+        """Return the reducer for `blocks`, which are arrays of `dtype`.
 
-        Returns None if these blocks cannot be reduced in this memory. Raises an error if `op` cannot reduce `dtype`.
+        The reducer has an attribute `itemsize`. Returns None if these blocks cannot be reduced in this memory. Raises
+        an error if `op` cannot reduce `dtype`.
         """
 
     def fold(self, how: Any, target: int, sources: Sequence[int], nbytes: int) -> None:
@@ -130,7 +131,10 @@ class HostMemory:
 
 
 class Addressed(NamedTuple):
-    """An operation (core/operation.py), with blocks for its arrays: `takes` are the outputs, `gives` the inputs."""
+    """An operation (core/operation.py), with blocks for its arrays.
+
+    `takes` are the blocks of the outputs, `gives` those of the inputs.
+    """
 
     kind: str
     takes: Sequence[Block]
@@ -174,9 +178,9 @@ class Execution:
             self._keep = None
 
     def run_attached(self, call: Addressed, attached: Sequence[int]) -> None:
-        """Carry out a call whose data has arrived from all ranks, in the meeting or by `_gathered`.
+        """Carry out a call whose data has arrived from all ranks.
 
-        `attached` has the address of each rank's data.
+        The data has arrived in the meeting or by `_gathered`. `attached` has the address of each rank's data.
         """
         if call.how is not None:
             last = self._sources.get(call.kind, self.size if self.rank == call.root else 0)
@@ -271,7 +275,7 @@ class Execution:
         self._requests.finish(posted, self._look, c.BUSY, (self._keep, self._scratch))
 
     def _vector(self, blocks: Sequence[Block]) -> list[Any]:
-        """Return blocks as an argument of MPI's vector operations, such as MPI_Ialltoallv."""
+        """Return blocks as an argument of MPI's vector operations (MPI_Ialltoallv)."""
         MPI = self._library.MPI
         base, end = _span(blocks)
         counts = [nbytes for _, nbytes in blocks]
@@ -281,9 +285,9 @@ class Execution:
     # ---- reductions ----------------------------------------------------------------------------------
 
     def all_reduce(self, call: Addressed, near: bool) -> None:
-        """Reduce all ranks' arrays into every rank's output; in a `reduce`, only into the root's.
+        """Reduce all ranks' arrays into the output of every rank.
 
-        The output may be x, this rank's array.
+        In a `reduce`, only the root gets the result. The output may be x, this rank's array.
         """
         how, x, out = call.how, call.gives[0], (call.takes or call.gives)[0]
         root = call.root if call.kind == "reduce" else None
@@ -350,9 +354,10 @@ class Execution:
         return [address for address, _ in takes]
 
     def _collected(self, gives: list[Block], room: int, near: bool) -> list[int]:
-        """Send `gives[r]` to each rank r; return the addresses of the blocks for this rank.
+        """Send `gives[r]` to each rank r, and receive all ranks' blocks for this rank.
 
-        Received blocks are stored at `room`. This rank's block for itself is not copied.
+        Returns the addresses of the blocks for this rank. Received blocks are stored at `room`; this rank's block for
+        itself is not copied.
         """
         own, nbytes = gives[self.rank]
         takes = [(room + rank * nbytes, nbytes) for rank in range(self.size)]

@@ -210,9 +210,9 @@ class TcpBackend(Backend):
     def _resume(
         self, code: int, prepared: PreparedPlan, arrays: tuple[Array, ...], timeout: float | None
     ) -> None:
-        """Continue a call to its end, after the engine has returned `code` before the call was complete.
+        """Continue a call to its end.
 
-        Raises an error if the call cannot complete.
+        The engine has returned `code` before the call was complete. Raises an error if the call cannot complete.
         """
         context, call = self.context.address | words.RESUMED, prepared.address
         wait = self._collective.wait(timeout)
@@ -249,9 +249,10 @@ class TcpBackend(Backend):
             time.sleep(0.005)
 
     def _earlier_mismatch(self) -> MismatchError | None:
-        """Return the error of an earlier call that did not match, and from which this rank returned early.
+        """Return the error of an earlier call that did not match.
 
-        Returns None if there was no such call, or if some of its headers have not arrived.
+        This rank returned early from that call. Returns None if there was no such call, or if some of its headers have
+        not arrived.
         """
         if (found := self.context.take_earlier_heads()) is None:
             return None

@@ -22,7 +22,9 @@ BUDGET = 50_000_000  # ns after which the engine returns so that Python looks at
 
 
 class PreparedPlan:
-    """A prepared call in the form that the engine reads. It serves for all arrays of the same sizes.
+    """A prepared call in the form that the engine reads.
+
+    It serves for all arrays of the same sizes.
 
     Attributes:
         address: the address of the prepared call's words (engine_layout.py); valid while this object lives.
@@ -183,7 +185,7 @@ class NetContext:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether this rank has returned early from a call of which some header is still unread."""
+        """Whether a call from which this rank returned early has unread headers."""
         others = np.arange(self.size) != self.rank
         return self.size <= MEET_RANKS and bool((self._next[others] <= self[w.CALLS]).any())
 

@@ -390,9 +390,10 @@ def after_mismatch(context: Index) -> int:
 
 @entry
 def settle(context: Index, milliseconds: Index) -> int:
-    """Read the headers that early-return calls have skipped. Must be called between two calls.
+    """Read the headers that early-return calls have skipped.
 
-    Returns DONE when no header is unread, GONE, GARBLED, or AGAIN if headers have not arrived: call again then.
+    Must be called between two calls. Returns DONE when no header is unread, GONE, GARBLED, or AGAIN if headers have not
+    arrived: call again then.
     """
     c = integer(context)
     status = read_unread_headers(c)

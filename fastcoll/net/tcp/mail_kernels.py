@@ -120,18 +120,19 @@ def _send_deferred(m):
 
 @entry
 def flush(mail: Index) -> int:
-    """Send the deferred ack if there is one; return AGAIN if the ack is not completely sent, else DONE.
+    """Send the deferred ack if there is one.
 
-    The caller holds BUSY.
+    The caller holds BUSY. Returns AGAIN if the ack is not completely sent, else DONE.
     """
     return DONE if _send_deferred(integer(mail)) else AGAIN
 
 
 @entry
 def flush_deferred(mail: Index, backoff: Index) -> int:
-    """Send acks that stay deferred, until no ack was deferred for 20 ms, or STOP is set.
+    """Send acks that stay deferred.
 
-    `backoff` is the address of the back-off table (kernels/waiting.py) for the thread's naps.
+    Returns when no ack was deferred for 20 ms, or STOP is set. `backoff` is the address of the back-off table
+    (kernels/waiting.py) for the thread's naps.
     """
     m, own = integer(mail), integer(backoff)
     store_release(m + 8 * f.FLUSHER_RUNS, 1)
@@ -442,9 +443,9 @@ def accept(mail: Index, peer: Index, address: Index, nbytes: Index) -> int:
 
 @entry
 def acknowledge(mail: Index, peer: Index, number: Index, decision: Index, nbytes: Index, kind: Index) -> int:
-    """Acknowledge a message of `peer`; `nbytes` and `kind` are those of the receiver's array.
+    """Acknowledge a message of `peer`.
 
-    Returns DONE, or AGAIN if the ack is not completely sent.
+    `nbytes` and `kind` are those of the receiver's array. Returns DONE, or AGAIN if the ack is not completely sent.
     """
     row = row_of(integer(mail), integer(peer))
     sent = f.send_ack(row, integer(number), integer(decision), integer(nbytes), integer(kind))

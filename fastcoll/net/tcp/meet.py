@@ -172,16 +172,17 @@ def _next_call(c, peer):
 
 @inlined
 def _fits(c, peer):
-    """Whether the data that a peer's header announces fits into the space for a frame."""
+    """Whether the data that a peer's header announces fits into a frame's space."""
     attached = load_word(_header(c, peer), w.HEAD_ATTACHED)
     return attached >= 0 and attached <= load_word(c, w.FRAME) - HEADER_BYTES
 
 
 @inlined
 def _length_to_come(c, peer):
-    """The length of a peer's current frame; until its header has arrived, the length of a header.
+    """Return the length of a peer's current frame as far as it is known.
 
-    An impossible length counts as that of a header, too; `_check` and `compare` reject it.
+    This is the length of a header until the frame's header has arrived, and also if the header has an impossible
+    length, which `_check` and `compare` reject.
     """
     if load_word(load_word(c, w.HAVE), peer) < HEADER_BYTES or not _fits(c, peer):
         return HEADER_BYTES
@@ -244,7 +245,10 @@ def _check(c, peer):
 
 @inlined
 def _receive_limit(c, d, peer, call):
-    """Return how many bytes of a peer's frames the inbox may hold now; see the module's docstring."""
+    """Return how many bytes of a peer's frames the inbox may hold now.
+
+    The last paragraph of the module's docstring has the reasons.
+    """
     end, before = _length_to_come(c, peer), call - _next_call(c, peer)
     if d != 0 and before == 0:
         end = max(end, HEADER_BYTES + load_word(load_word(d, w.ATTACHED), peer))

@@ -131,9 +131,9 @@ class Mesh:
         return self._connection(ConnectionKind.DATA, peer, stream, timeout).fileno()
 
     def dial_data(self, peers: Sequence[int], timeout: float) -> None:
-        """Make the data connections with those of `peers` that this rank dials, all at once.
+        """Make all data connections with the higher ranks among `peers`, at once.
 
-        This rank dials the higher ranks. Blocks and raises errors as `data` does.
+        The lower ranks dial this rank themselves. Blocks and raises errors as `data` does.
         """
         streams = range(self.streams)
         keys = [
@@ -176,9 +176,9 @@ class Mesh:
         return "127.0.0.1" if self._roster is None else self._roster.places[rank].addresses[0]
 
     def on_seek(self, callback: Callable[[socket.socket], None]) -> None:
-        """Call `callback` with every connection of a rank that calls `seek` for this rank.
+        """Call `callback` with every connection from a rank that seeks this rank.
 
-        `callback` is called on the listener's thread, so it must not block.
+        Such a rank has called `seek`. `callback` is called on the listener's thread, so it must not block.
         """
         self._on_seek = callback
 
@@ -381,9 +381,10 @@ class Mesh:
         self._make_connections([*dials], wait, lambda dial: self._made.update({dials[dial]: dial.connection}))
 
     def _dial_mail_up(self, key: Key, wait: Wait) -> None:
-        """Dial a higher rank; `_on_connection` closes any connection that the peer dials meanwhile.
+        """Dial a higher rank for MAIL.
 
-        Does nothing if there is a connection already.
+        `_on_connection` closes any connection that this peer dials meanwhile. Does nothing if there is a connection
+        already.
         """
         peer = key[1]
         with self._changed:

@@ -20,9 +20,10 @@ _SEEK_SECONDS = 0.05  # maximum time of one `seek`; if the connection takes long
 
 
 class TcpRecoveryEndpoint(RecoveryEndpoint):
-    """Sends the port of this rank's store to each rank that has asked for it, as soon as the port is known.
+    """Sends the port of this rank's store to each rank that asks for it.
 
-    Each rank that asks makes a new connection for this; the mesh closes these connections.
+    A rank that asks before the port is known gets it later. Each rank makes a new connection to ask; the mesh closes
+    these connections.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -59,7 +60,7 @@ class TcpRecoveryEndpoint(RecoveryEndpoint):
         return (self._mesh.address(rank), *_PORT.unpack(data)) if len(data) == _PORT.size else None
 
     def _arrived(self, connection: socket.socket) -> None:
-        """Send the port to a rank that asks, or keep its connection until the port is known.
+        """Send the port to a rank that asks, at once or when the port is known.
 
         Called on the listener's thread.
         """

@@ -29,7 +29,7 @@ from .shape import CallShape, array
 
 
 def _rounds(size: int) -> list[tuple[int, int]]:
-    """Return, for each round of gathering, h and the number of blocks that a rank receives."""
+    """Return h and the number of blocks that a rank receives, for each round."""
     return [(1 << k, min(1 << k, size - (1 << k))) for k in range((size - 1).bit_length())]
 
 
@@ -51,9 +51,10 @@ def all_reduce(shape: CallShape) -> Plan:
 
 
 def _growth(size: int) -> list[tuple[int, int]]:
-    """Return, for each round of `combine_headers`, how many headers a rank has before and after it.
+    """Return how many headers a rank has before and after each round.
 
-    After a round, a rank has twice as many headers as before, or one less than twice as many.
+    The rounds are those of `combine_headers`. After a round, a rank has twice as many headers as before, or one less
+    than twice as many.
     """
     known = [size]
     while known[0] > 1:
@@ -120,7 +121,10 @@ def gather_spans(rows: Rows, rank: int, blocks: Sequence[Span], buffer: int, fir
 
 
 def _around(blocks: Sequence[Span], first: int, count: int) -> list[Span]:
-    """Return the spans of `count` blocks on the circle, with adjacent spans merged into at most three."""
+    """Return the spans of `count` blocks on the circle, with adjacent spans merged.
+
+    The result has at most three spans.
+    """
     found: list[Span] = []
     for index in range(first, first + count):
         block = blocks[index % len(blocks)]
@@ -166,7 +170,7 @@ def all_gather(shape: CallShape) -> Plan:
 
 
 def _borders(shape: CallShape) -> list[int]:
-    """Return where each rank's block begins in scratch, and where the last block ends.
+    """Return where each rank's block begins in scratch, and where the last one ends.
 
     The first block is that of this rank.
     """

@@ -67,7 +67,7 @@ class Plan(NamedTuple):
 
 
 class Rows:
-    """Collects the rows of a plan. Rows of 0 bytes are left out, here and by the peer."""
+    """Collects the rows of a plan. Rows of 0 bytes are left out, as in peers' plans."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []

@@ -17,9 +17,10 @@ from .shape import CallShape, array
 
 
 def all_reduce(shape: CallShape) -> Plan:
-    """Reduce, then gather; one half of the array goes around the ring in each direction.
+    """Reduce, then gather.
 
-    Takes 2 (n - 1) steps; each rank sends and receives 2 (n - 1)/n of the array.
+    One half of the array goes around the ring in each direction. Takes 2 (n - 1) steps; each rank sends and receives
+    2 (n - 1)/n of the array.
     """
     rows, size, rank, x = Rows(), shape.size, shape.rank, array(0)
     for half, direction in zip(even(shape.total, 2, shape.itemsize), (1, -1), strict=True):

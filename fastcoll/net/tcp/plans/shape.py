@@ -99,7 +99,10 @@ class CallShape(NamedTuple):
         return found.get(self.operation, (self.others, range(size)))
 
     def segments(self, blocks: Sequence[Span], at_once: int) -> Segments:
-        """Divide the blocks into equal segments, of which a rank receives `at_once` at the same time."""
+        """Divide the blocks into equal segments.
+
+        A rank receives `at_once` segments at the same time, which limits their size.
+        """
         most = min(self.limits.segment, self.limits.at_once // max(at_once, 1))
         return Segments.of_blocks(blocks, most, self.itemsize)
 
