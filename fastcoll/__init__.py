@@ -107,12 +107,12 @@ traced.mark(globals())
 
 
 def __dir__() -> list[str]:
-    """Return the public names, including those of `__getattr__`, without the modules that define them."""
+    """Return the public names, including those that `__getattr__` imports, but not the modules that define them."""
     return __all__
 
 
 def __getattr__(name: str) -> Any:
-    """Import, on first use, names that most programs do not need: they import multiprocessing, sockets or JAX."""
+    """Import, on its first use, a name whose module imports multiprocessing, sockets or JAX."""
     if name in ("elastic", "jax", "rpc"):
         return import_module(f".{name}", __name__)
     places = {"run": ".launch.run", "spawn": ".launch.spawn", "TCPStore": ".store"}

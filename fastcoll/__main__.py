@@ -4,5 +4,5 @@ import sys
 
 from .tools.command import main
 
-if __name__ == "__main__":  # the benchmark's workers import this module again
+if __name__ == "__main__":  # the benchmark starts workers, which import this module again
     sys.exit(main())

@@ -19,9 +19,7 @@ _log = logging.getLogger("fastcoll")
 
 _PREFIX = "FASTCOLL_"
 MOST_STREAMS = 64
-MOST_SECONDS = (
-    1e9  # the longest timeout, 32 years; Python's locks wait for at most 292 years (threading.TIMEOUT_MAX)
-)
+MOST_SECONDS = 1e9  # the longest timeout, 32 years; it must be less than threading.TIMEOUT_MAX, 292 years
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ _switch = _from_to(0, 1)
 _torch_default = _checked(str, "1 or gloo", lambda value: value in ("", "1", "gloo"))
 
 SETTINGS: dict[str, Setting] = {
-    "FASTCOLL_TIMEOUT": Setting(_limit, 1800.0, "timeout in seconds of a call that is given none"),
+    "FASTCOLL_TIMEOUT": Setting(_limit, 1800.0, "default timeout of groups and calls, in seconds"),
     "FASTCOLL_WARN_AFTER": Setting(
         _positive, 10.0, "seconds after which a waiting rank logs the ranks that are missing"
     ),
@@ -79,8 +77,8 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_TUNING": Setting(
         str,
         "",
-        "file with tuning results of this machine, read and updated; default ~/.config/fastcoll/tuning.json; "
-        "none: keep none",
+        "file that keeps tuning results of this machine; default ~/.config/fastcoll/tuning.json; "
+        "none: keep no results",
     ),
     "FASTCOLL_SHM_ALGORITHMS": Setting(
         str,
@@ -95,7 +93,7 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_SECRET": Setting(
         str,
         "",
-        "the job's secret, which both ends of every connection prove; default: the user's own, in "
+        "the job's secret; both ends of every connection prove that they know it; default: the user's own, in "
         "~/.config/fastcoll/secret",
     ),
     "FASTCOLL_SECRET_FILE": Setting(
@@ -104,10 +102,10 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_INSECURE": Setting(
         _switch,
         0,
-        "1: a job without a given secret has none, and any process that reaches the job may join it",
+        "1: a job that is given no secret uses none, so that any process that reaches its ports may join it",
     ),
     "FASTCOLL_SOCKET_IFNAME": Setting(
-        str, "", "network interfaces to use, as in eth0 or eth0,eth1 or ^docker0; else GLOO_SOCKET_IFNAME"
+        str, "", "network interfaces to use, as in eth0 or eth0,eth1 or ^docker0; default: GLOO_SOCKET_IFNAME"
     ),
     "FASTCOLL_PORT_RANGE": Setting(
         _ports, "", "ports that ranks listen on, as in 30000-30999; default: any free one"
@@ -127,8 +125,8 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_PLACE": Setting(
         str,
         "",
-        "NAME:RANK/SIZE: the launcher's name of this process, and its rank until the ranks have met; "
-        "the launcher sets it",
+        "NAME:RANK/SIZE: the launcher's name for this process, its rank if the ranks have not met yet, and the "
+        "number of ranks; the launcher sets it",
     ),
     "FASTCOLL_TORCH_DEFAULT": Setting(
         _torch_default,
@@ -160,19 +158,19 @@ _read: dict[str, Any] = {}
 
 
 def user_folder() -> Path | None:
-    """Return fastcoll's settings folder, in XDG_CONFIG_HOME, else in ~/.config; None: no home."""
+    """Return fastcoll's settings folder in XDG_CONFIG_HOME or ~/.config; None: no home folder."""
     return _folder_of_user("XDG_CONFIG_HOME", ".config")
 
 
 def cache_folder() -> Path | None:
-    """Return fastcoll's cache folder, in XDG_CACHE_HOME, else in ~/.cache; None: no home."""
+    """Return fastcoll's cache folder in XDG_CACHE_HOME or ~/.cache; None: no home folder."""
     return _folder_of_user("XDG_CACHE_HOME", ".cache")
 
 
 def _folder_of_user(variable: str, in_home: str) -> Path | None:
-    """Return fastcoll's folder in the folder that an XDG variable names, else in the home; None: there is no home.
+    """Return `$variable`/fastcoll or `~/in_home/fastcoll`; None: there is no home folder.
 
-    A relative name is ignored, as in the XDG specification, because ranks may start in different folders.
+    A relative path in the variable is ignored, as the XDG specification demands: ranks may start in different folders.
     """
     from pathlib import Path  # imported here to keep `import fastcoll` light
 
@@ -185,7 +183,7 @@ def _folder_of_user(variable: str, in_home: str) -> Path | None:
 
 
 def get(name: str) -> Any:
-    """Return the value of a setting, which is read from the environment once.
+    """Return the value of a setting. The first call for a setting reads it from the environment.
 
     Raises:
         UsageError: the variable's text cannot be parsed.
@@ -214,13 +212,13 @@ def check() -> None:
 
 @functools.cache
 def warn_of_unknown() -> None:
-    """Warn, once per process, of variables that look like settings and are none. One rank of a job calls this."""
+    """Warn, once per process, of FASTCOLL_* variables that are not settings. Only one rank of a job calls this."""
     for name, cure in unknown(os.environ).items():
         _log.warning("the environment variable %s is no setting of fastcoll; %s", name, cure)
 
 
 def unknown(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that look like settings and are none, each with the setting that was probably meant."""
+    """Return the FASTCOLL_* variables that are not settings, each with a hint which setting was probably meant."""
     found = {}
     for name in sorted(name for name in environ if name.startswith(_PREFIX) and name not in SETTINGS):
         import difflib

@@ -14,13 +14,13 @@
     ├── ResourceError(OSError)            the machine lacks a resource (shared memory, ports)
     ├── RpcError                          a remote call failed; other calls are not affected
     │   ├── RpcTimeoutError(TimeoutError)     the call was not answered in time
-    │   └── RemoteError                       an exception of another worker that cannot be built here
+    │   └── RemoteError                       an exception of another worker whose class cannot be built here
     └── GroupError                        the group has failed, permanently
         ├── PeerDiedError                 a rank's process ended
         ├── CollectiveTimeoutError(TimeoutError)  a rank did not arrive in time
         └── AbortedError                  the group was aborted or destroyed during the call
 
-Misuse and failure are different branches: after a UsageError the program may go on. DistError and torch's other names
+UsageError is a branch of its own, because the program may go on after a wrong call. DistError and torch's other names
 are aliases of these classes.
 
 The traceback of an uncaught error is printed without the frames of this package (`shorten`).
@@ -40,12 +40,12 @@ _PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 def _timed_out(message: str) -> str:
-    """Return the message with torch's wording, which programs match on."""
+    """Return the message with the words "timed out", as in torch: programs match on them."""
     return message if "timed out" in message else f"timed out: {message}"
 
 
 def install(extra: str) -> str:
-    """Return how to install an extra of pyproject.toml; fastcoll is on no package index."""
+    """Return how to install an extra from the sources: fastcoll is on no package index."""
     return f"pip install '.[{extra}]' in the folder of fastcoll's sources"
 
 
@@ -74,7 +74,7 @@ class MismatchError(UsageError):
 
 
 class NotInitializedError(UsageError):
-    """There is no process group, or this one was destroyed."""
+    """There is no process group, or the group of the call was destroyed."""
 
 
 class UnavailableError(UsageError):
@@ -116,7 +116,7 @@ class RpcTimeoutError(RpcError, TimeoutError):
 
 
 class RemoteError(RpcError):
-    """A remote call raised an exception of a class that cannot be built here; the cause has its traceback."""
+    """A remote call raised an exception whose class cannot be built here; `__cause__` has the remote traceback."""
 
 
 class GroupError(FastcollError):
@@ -149,8 +149,8 @@ class AbortedError(GroupError):
 def shorten(error: BaseException) -> None:
     """Remove this package's frames from the tracebacks of a FastcollError and of its causes.
 
-    A cause that has frames of this package only is removed, because the error's text repeats it. The traceback of a
-    FastcollError that is the cause of another error, as in `raise Mine from error`, is shortened as well.
+    A cause all of whose frames are in this package is removed, because the text of the error repeats it. The traceback
+    of a FastcollError that is the cause of another error, as in `raise Mine from error`, is shortened as well.
     FASTCOLL_DEBUG=1 keeps all frames.
     """
     if os.environ.get("FASTCOLL_DEBUG") == "1":
@@ -170,7 +170,7 @@ def shorten(error: BaseException) -> None:
 
 
 def _others(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the entries of this package."""
+    """Return a traceback without the entries of this package; None if no other entries are left."""
     entries = []
     while trace is not None:
         if not trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
@@ -184,9 +184,9 @@ def _others(trace: TracebackType | None) -> TracebackType | None:
 
 @functools.cache
 def _shorten_what_is_printed() -> None:
-    """Have Python's hooks for uncaught errors shorten the errors before they print them.
+    """Have Python's hooks for uncaught errors shorten a traceback before they print it.
 
-    The first FastcollError calls this, so that importing the package changes nothing.
+    The first FastcollError that is created calls this, so an import of the package does not change the hooks.
     """
     print_uncaught, print_of_thread = sys.excepthook, threading.excepthook
 

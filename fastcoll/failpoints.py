@@ -1,4 +1,4 @@
-"""Named failpoints: places at which a rank kills itself, exits, raises, stops or waits if FASTCOLL_FAILPOINT says so.
+"""Named failpoints, at which a rank kills itself, exits, raises, stops or waits if FASTCOLL_FAILPOINT names them.
 
     FASTCOLL_FAILPOINT=NAME:ACTION[=VALUE][@N][#RANK],...
 
@@ -8,9 +8,9 @@
 If several items name one failpoint, the last of them counts.
 
 Failpoints let tests make a rank fail in the middle of a call, without a clock. Python code hits a failpoint in `reach`,
-compiled code in kernels/failing.py. If the setting is empty, the kernels contain no failpoints; kernels with failpoints
-have files of their own in the cache (compiler/jit.py). Python and compiled code share one table, which has a row of
-64-bit words for each failpoint:
+compiled code in kernels/failing.py. If the setting is empty, the kernels contain no failpoints; the cache keeps kernels
+with failpoints in separate files (compiler/jit.py). Python and compiled code share one table, which has a row of 64-bit
+words for each failpoint:
 
     word of a row   meaning
     ACTION          what to do, 0: nothing
@@ -35,14 +35,14 @@ from .core.operations import OPERATIONS
 _log = logging.getLogger("fastcoll")
 
 COLLECTIVES = [name.replace(".", "_").replace(":", "_") for name in OPERATIONS]
-"""The kinds by their numbers in call words; the failpoints of "none" and "message" are never hit."""
+"""The kinds of operations, in the order of their numbers. No code hits the failpoints of "none" and "message"."""
 
 PLACES = {
     "shm.OPERATION.enter": "the call's arguments are checked, and nothing is published",
     "shm.OPERATION.after_publish": "the call line is published, with the first chunk",
-    "shm.OPERATION.mid_chunk": "a later chunk is written, and not published; @N: chunk N + 1",
+    "shm.OPERATION.mid_chunk": "a chunk after the first is written, and not published; @N: this is chunk N + 1",
     "shm.OPERATION.after_meeting": "every rank has begun the call",
-    "shm.OPERATION.before_done": "all data is read and written, and the peers do not know yet",
+    "shm.OPERATION.before_done": "all data is read and written, and this rank has not published that yet",
     "shm.OPERATION.after_done": "the call is complete on this rank, and has not returned",
     "shm.single_copy.piece_read": "a block of a peer's array is read in place",
     "shm.single_copy.pushing": "this rank has announced that it stores into a peer's array, and is about to do so",
@@ -61,12 +61,12 @@ PLACES = {
     "shm.recv.after_done": "the message has arrived and is acknowledged, and the call has not returned",
     "shm.isend.after_post": "a small message is put into the ring at once",
     "shm.irecv.after_post": "a receive is posted, and its message has not arrived",
-    "shm.message.piece_sent": "a block of a message, of any kind of send, is in the ring",
-    "shm.message.piece_read": "a block is copied from the ring or the sender's array, and the sender does not know",
+    "shm.message.piece_sent": "a block of a message is in the ring; for every kind of send",
+    "shm.message.piece_read": "a block is copied from the ring or the sender's array, and this is not published yet",
     "shm.message.before_ack": "a message has arrived, and is not acknowledged",
     "shm.meeting.after_create": "rank 0 has made a group's segment and published its name",
     "shm.meeting.after_attach": "a rank has mapped the segment",
-    "shm.meeting.after_proof": "the rank has published that",
+    "shm.meeting.after_proof": "a rank has published that it has mapped the segment",
     "tcp.OPERATION.enter": "the call's connections are established, and nothing is sent",
     "tcp.OPERATION.after_publish": "a peer's header is sent, at least in part",
     "tcp.OPERATION.after_meeting": "every rank that this one waits for has begun the call",
@@ -79,7 +79,7 @@ PLACES = {
     "tcp.recv.after_done": "the message has arrived and is acknowledged, and the call has not returned",
     "tcp.isend.after_post": "a first part of a small message is sent",
     "tcp.irecv.after_post": "a receive is posted, and its message has not arrived",
-    "tcp.message.piece_sent": "some bytes of a message, of any kind of send, are sent",
+    "tcp.message.piece_sent": "some bytes of a message are sent; for every kind of send",
     "tcp.message.piece_read": "some bytes of a message are received, besides those that arrived with its header",
     "tcp.message.before_ack": "a message has arrived, and is not acknowledged",
     "tcp.meeting.after_listen": "a group is being made: every member listens, and its address is known",
@@ -88,11 +88,11 @@ PLACES = {
     "hybrid.OPERATION.after_meeting": "all ranks have begun a large call on several nodes, and no data has moved",
     "hybrid.OPERATION.before_done": "the call's data has moved, and the call has not returned",
     "mpi.OPERATION.enter": "a call that is the first of its kind on this rank, or large, is about to begin",
-    "mpi.OPERATION.after_meeting": "all ranks have begun such a call, and no data has moved",
+    "mpi.OPERATION.after_meeting": "all ranks have begun such a call (see the row above), and no data has moved",
     "mpi.OPERATION.before_done": "the call's data has moved, and the call has not returned",
-    "launch.before_will": "a launcher has connected to node 0's, which would not notice its death yet",
+    "launch.before_will": "a launcher has connected to the launcher of node 0, which would not notice its death yet",
     "launch.after_start": "the launcher has started its ranks; `#RANK` does not apply to failpoints of launchers",
-    "launch.before_end": "the launcher is about to exit and to end what is left of its ranks",
+    "launch.before_end": "the launcher is about to kill those of its ranks that still run, and to exit",
     "start.enter": "`init_process_group` has checked its arguments; no rank is known, so `#RANK` does not apply",
     "start.after_rendezvous": "the store is connected, and the rank is known",
     "start.after_join": "every rank has registered",
@@ -104,7 +104,10 @@ PLACES = {
     "destroy.after_groups": "all groups are closed, and the store is open",
     "destroy.after_store": "the store is closed",
 }
-"""Every failpoint, and where it is; OPERATION stands for each of COLLECTIVES."""
+"""Every failpoint, and the state of the process that hits it. OPERATION stands for each of COLLECTIVES.
+
+A call line is the place in shared memory where a rank publishes its call.
+"""
 
 NAMES = [
     name.replace("OPERATION", operation)
@@ -138,20 +141,20 @@ class FailpointError(Exception):
 class Point(NamedTuple):
     """One item of FASTCOLL_FAILPOINT."""
 
-    numbers: tuple[int, ...]  # the numbers of the failpoints that it names
+    numbers: tuple[int, ...]  # the numbers of the failpoints that the item names
     action: int
     value: float
-    which: int  # at which hit; 0: at every hit
+    which: int  # the hit at which to act, counted from 1; 0: every hit
     rank: int | None  # None: all ranks
 
 
 def number_of(name: str) -> int:
-    """Return the number of a failpoint; with OPERATION in the name, that of operation 0."""
+    """Return the number of a failpoint; if the name contains OPERATION, the number for operation 0."""
     return _NUMBERS[name.replace("OPERATION", COLLECTIVES[0])]
 
 
 def parse(text: str) -> tuple[Point, ...]:
-    """Parse FASTCOLL_FAILPOINT; ValueError: it cannot be parsed."""
+    """Parse the value of FASTCOLL_FAILPOINT; raise ValueError if it is malformed."""
     return tuple(_parse_one(part.strip()) for part in text.split(",") if part.strip())
 
 
@@ -172,7 +175,7 @@ def _parse_one(text: str) -> Point:
     if action in ("delay", "jitter") and not value:
         raise ValueError(f"{text!r} lacks the seconds, as in {name}:{action}=0.1")
     if which and int(which) < 1:
-        raise ValueError(f"{text!r} counts from 1")
+        raise ValueError(f"{text!r}: @N counts from 1")
     default = 1.0 if action == "exit" else 0.0
     return Point(
         numbers,

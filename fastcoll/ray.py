@@ -1,10 +1,10 @@
-"""The backend "fastcoll" of ray.util.collective, for arrays and CPU tensors. Importing this registers it.
+"""The backend "fastcoll" of ray.util.collective, for arrays and CPU tensors. Importing this module registers it.
 
 >>> import fastcoll.ray
 >>> ray.util.collective.init_collective_group(2, rank, "fastcoll", "gradients")
 
-The driver and every actor must import this module; it does not need torch. The ranks meet in a store that rank 0 serves
-until all ranks have joined. Meanwhile the store's address is in Ray's key-value store.
+The driver and every actor must import this module. Torch is not needed. The ranks meet in a store that rank 0 serves
+until all ranks have joined. Until then, Ray's key-value store holds the address of rank 0's store.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from ray.util.collective.backend_registry import register_collective_backend
 from ray.util.collective.collective_group.base_collective_group import BaseGroup
 
 _POLL_SECONDS = 0.01
-# How long to try an address. After that it may be that of an earlier rank 0, killed before it removed its address.
+# Seconds to try an address before the address is read again: it may be that of an earlier rank 0, which was killed
+# before it removed the address.
 _CONNECT_SECONDS = 5.0
 
 
@@ -48,11 +49,10 @@ def register() -> None:
 
 
 class FastcollGroup(BaseGroup):  # type: ignore[misc]
-    """A group of Ray's collectives, which calls a group of fastcoll and raises its errors; all calls block.
+    """A group of ray.util.collective over a group of fastcoll, whose errors it raises; all calls block.
 
-    Ray passes each array in a list of one, and each list of arrays in a list of one. Only processes with several GPUs
-    have longer lists; these need an NCCL group. Making the group is collective and takes at most FASTCOLL_TIMEOUT
-    seconds.
+    Ray passes each array, and each list of arrays, inside a list of length 1. Only a process with several GPUs passes
+    longer lists, which need an NCCL group. Making the group is collective and takes at most FASTCOLL_TIMEOUT seconds.
     """
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
@@ -145,7 +145,7 @@ def _meet(size: int, rank: int, name: str) -> ProcessGroup:
 
 
 def _store_at(key: str, rank: int, size: int, timeout: float) -> TCPStore:
-    """Wait for the store's address under this key of Ray's, and connect."""
+    """Wait until Ray's key-value store has the address of rank 0's store under `key`, and connect to it."""
     end, late = time.monotonic() + timeout, LateWarning()
     while (left := end - time.monotonic()) > 0:
         if found := internal_kv._internal_kv_get(key):

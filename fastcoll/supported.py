@@ -1,8 +1,8 @@
-"""The supported platforms and versions. This module is imported before all others, and refuses other platforms.
+"""The supported platforms and versions. Importing this module fails on all others, so `fastcoll` imports it first.
 
 Compiled code relies on the memory layouts of CPython and NumPy, and on the memory model of x86_64: elsewhere it would
-not fail but give wrong results. kernels/__init__.py, which imports Numba, checks Numba's version, because reading the
-version without that import would take 40 ms.
+give wrong results without an error. kernels/__init__.py checks Numba's version, because it imports Numba in any case:
+reading the version without that import would take 40 ms.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from . import config
 
 OLDEST = {"Python": (3, 10), "NumPy": (1, 26), "Numba": (0, 60)}
-"""The oldest versions that the tests run with; pyproject.toml has the same."""
+"""The oldest versions that the tests run with; pyproject.toml requires the same."""
 TESTED = {
     "Python": (OLDEST["Python"], (3, 13)),
     "NumPy": (OLDEST["NumPy"], (2, 5)),
@@ -28,7 +28,7 @@ GPU was available."""
 
 
 _FROM_THE_KERNEL = ("/proc/self/stat", "/proc/self/ns/pid", "/proc/sys/kernel/random/boot_id")
-"""Files that identify a process; a /proc with processes only (ProcSubset=pid) has just the first two."""
+"""The files by which fastcoll identifies a process. A /proc mounted with ProcSubset=pid lacks the last one."""
 
 
 def _check() -> None:
@@ -41,7 +41,7 @@ def _check() -> None:
             f"fastcoll was written for x86_64 and never tested on this processor, {machine}, where one core may see "
             "another's stores in another order; FASTCOLL_UNTESTED_PLATFORM=1 runs it at your own risk"
         )
-    import numpy  # only now, because in a subinterpreter the import fails or warns with a less helpful text
+    import numpy  # only now: in a subinterpreter this import would fail or warn, with a less helpful text than ours
 
     check_version("NumPy", numpy.__version__)
 
@@ -67,7 +67,7 @@ def _why_not() -> str | None:
 
 
 def _interpreter(function: str) -> int | None:
-    """Return the result of one of CPython's functions without arguments, an interpreter's address."""
+    """Return the address of an interpreter, as a function of CPython without arguments returns it."""
     ask = ctypes.pythonapi[function]
     ask.restype = ctypes.c_void_p
     found: int | None = ask()
@@ -85,7 +85,7 @@ def check_version(package: str, version: str) -> None:
 
 
 def check_range(package: str, version: str) -> None:
-    """Raise ImportError if a package, of which internals are used, is older or newer than the versions tested."""
+    """Raise ImportError if a package whose internals fastcoll uses is older or newer than the tested versions."""
     oldest, newest = TESTED[package]
     if not oldest <= tuple(map(int, version.split(".")[:2])) <= newest:
         first, last = (".".join(map(str, each)) for each in (oldest, newest))

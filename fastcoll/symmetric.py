@@ -1,8 +1,9 @@
 """Symmetric arrays: ordinary ndarrays that the other ranks of the node can read and write in place.
 
 `empty` and `zeros` are collective. The other functions are one-sided: a rank reads or writes a peer's array (`peer`,
-`put`, `get`) while the peer takes no part. A rank can `signal` a peer, which can `wait` for the signal. Between a write
-and a read of the same elements by two ranks there must be a signal, a barrier or another collective.
+`put`, `get`) while the peer takes no part. A rank can `signal` a peer, which can `wait` for the signal. If two ranks
+access the same elements, and at least one of them writes, there must be a signal, a barrier or another collective
+between the two accesses.
 
 `rank` is a global rank, `group_rank` a rank inside the array's group. Give one of the two.
 """
@@ -28,19 +29,20 @@ __all__ = ["empty", "get", "is_symmetric", "peer", "put", "signal", "wait", "zer
 
 
 def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float64, group: Group = None) -> Any:
-    """Make an array on every rank of the group, in memory that all of them share; collective.
+    """Make an array on every rank of the group, in memory that all these ranks map; collective.
 
-    This rank's memory is freed when no array refers to it any longer. This may be after the group was destroyed.
+    The memory of this rank's array is freed when no array refers to it any longer, even if the group was destroyed
+    before.
 
     Args:
         shape, dtype: the same on all ranks; any dtype of a fixed size.
 
     Returns:
-        An ndarray, C-contiguous; None outside the group.
+        This rank's array, a C-contiguous ndarray; None if this rank is not in the group.
 
     Raises:
-        MismatchError: the ranks' shapes or dtypes differ; the text has those of each rank.
-        ResourceError: /dev/shm is too small; on all ranks.
+        MismatchError: the ranks' shapes or dtypes differ; the text names those of each rank.
+        ResourceError: /dev/shm is too small; all ranks raise this error.
         UnavailableError: the group's backend has no shared memory.
 
     Example:
@@ -53,7 +55,7 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float64, group: Grou
 
 def zeros(shape: int | Sequence[int], dtype: DTypeLike = np.float64, group: Group = None) -> Any:
     """Make an array as `empty` does, filled with zeros."""
-    # The kernel zeroes memory before it gives it to a process.
+    # Linux zeroes memory before a process can use it.
     return _allocate(member_of(group, "symmetric.zeros"), shape, dtype)
 
 
@@ -63,7 +65,7 @@ def is_symmetric(x: Any) -> bool:
 
 
 def peer(x: Array, rank: int | None = None, *, group_rank: int | None = None) -> Array:
-    """Return a writable view of another rank's array, of the same elements as x: same shape, dtype and strides.
+    """Return a writable view of another rank's array, with x's position, shape, dtype and strides.
 
     Args:
         x: a symmetric array or any view of one.
@@ -73,7 +75,7 @@ def peer(x: Array, rank: int | None = None, *, group_rank: int | None = None) ->
 
 
 def put(x: Array, value: Any, rank: int | None = None, *, group_rank: int | None = None) -> None:
-    """Write `value` into another rank's array, at the position that x has in this rank's; x does not change.
+    """Write `value` into another rank's array, at the position that x has in this rank's array; x does not change.
 
     Args:
         value: an array of x's shape and dtype.
@@ -85,7 +87,7 @@ def put(x: Array, value: Any, rank: int | None = None, *, group_rank: int | None
 def get(
     x: Array, rank: int | None = None, out: Array | None = None, *, group_rank: int | None = None
 ) -> Array:
-    """Read another rank's array, at the position that x has in this rank's.
+    """Read from another rank's array the elements at the position that x has in this rank's array.
 
     Args:
         out: the array that receives the elements; it may be x itself. None: a new, ordinary array receives them.
@@ -103,9 +105,9 @@ def get(
 
 
 def signal(x: Array, rank: int | None = None, channel: int = 0, *, group_rank: int | None = None) -> None:
-    """Signal a rank: all that this rank wrote before is visible to that rank after its `wait`.
+    """Send a signal to a rank, which sees all earlier writes of this rank after its `wait`.
 
-    Signals from one rank to another on one channel of one array are counted; each `wait` takes one.
+    Signals are counted for each sender, receiver, channel and array; each `wait` consumes one signal.
     """
     memory, target_rank = _memory_and_rank(x, rank, group_rank)
     memory.signal(target_rank, _checked_channel(memory, channel))
@@ -119,13 +121,13 @@ def wait(
     *,
     group_rank: int | None = None,
 ) -> None:
-    """Wait until there is a signal from a rank, and take it.
+    """Wait for a signal from a rank, and consume it.
 
     Args:
         timeout: seconds or a timedelta; None for the group's own.
 
     Raises:
-        CollectiveTimeoutError, PeerDiedError, AbortedError: no signal came, and the group has failed.
+        CollectiveTimeoutError, PeerDiedError, AbortedError: no signal came; the group has failed.
     """
     memory, target_rank = _memory_and_rank(x, rank, group_rank)
     limit = None if timeout is None else positive_seconds(timeout, 0.0)
@@ -186,7 +188,8 @@ def _checked_like(what: str, value: Any, x: Array) -> Array:
 
 def _copy(memory: SymmetricMemory, dst: Array, src: Array) -> None:
     if not (dst.flags.c_contiguous and src.flags.c_contiguous) or np.may_share_memory(dst, src):
-        # Pack first: then the copy between ranks is one piece, and overlapping arrays get the right result.
+        # Pack first: `memory.copy` takes only contiguous arrays that do not overlap. If dst is not contiguous, NumPy
+        # copies the packed array; `memory.copy` is called only for the errors that it may raise.
         packed = src.copy(order="C")
         if not dst.flags.c_contiguous:
             memory.copy(packed, packed)

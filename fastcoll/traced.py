@@ -1,7 +1,7 @@
 """The functions that torch.compile traces instead of the public ones; they call the operators of torch/operators.py.
 
-When Dynamo traces a call of a function that has an attribute `_torchdynamo_inline`, it traces that attribute instead.
-So calls outside of compiled functions do not change, and do not import torch.
+Dynamo is the tracer of torch.compile. If a function has an attribute `_torchdynamo_inline`, Dynamo traces the function
+in this attribute instead. So calls outside of compiled functions do not change, and do not import torch.
 """
 
 from __future__ import annotations

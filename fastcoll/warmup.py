@@ -36,7 +36,7 @@ class _Made(NamedTuple):
     name: str
     seconds: float
     new: bool
-    unkept: str  # why the result is not on disk; "": it is
+    unkept: str  # why the result could not be written to the disk; "": it was
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,11 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = (__doc__ or "").partition(": ")[2]
     parser = argparse.ArgumentParser(prog="python -m fastcoll.warmup", description=about)
     add, cores = parser.add_argument, len(os.sched_getaffinity(0))
-    reduced = "to reduce, a,b,... or all (default: float32); moving takes any dtype"
+    reduced = "compile reductions of these dtypes: a,b,... or all (default: float32)"
     add("--dtypes", default="float32", help=reduced)
-    add("--ops", help="operations, a,b,... (default: all); a dtype's reductions are compiled together")
-    add("--njit", action="store_true", help="also what functions of Numba's njit and programs of JAX call")
-    add("-j", "--processes", type=positive(int), default=min(4, cores), help="default: one a core, 4 at most")
+    add("--ops", help="compile these operations: a,b,... (default: all), and always the reductions")
+    add("--njit", action="store_true", help="also compile what njit functions and JAX programs call")
+    add("-j", "--processes", type=positive(int), default=min(4, cores), help="default: 1 per core, at most 4")
     given = parser.parse_args(arguments)
     logger = logging.getLogger("fastcoll")
     level = logger.level
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def all_entries() -> dict[str, Entry]:
-    """Return all entries, the compiled functions that Python calls, by name; those of TCP and MPI are `tcp.NAME`."""
+    """Return all entries (compiled functions that Python calls) by name; those of TCP and MPI are named `tcp.NAME`."""
     from .net.mpi.compiled import ENTRIES as MPI
     from .net.tcp.entries import ENTRIES as TCP
     from .shm.backend import ENTRIES as SHM
@@ -78,7 +78,7 @@ def all_entries() -> dict[str, Entry]:
 
 
 def _for_compiled_callers() -> dict[str, Callable[[], object]]:
-    """Return functions by name, each of which compiles or loads one that compiled callers (njit, JAX) call."""
+    """Return, by name, functions that each compile or load one function that compiled callers (njit, JAX) call."""
     from .kernels.c_entries import c_entry_address
     from .kernels.call_frames import handler_address
     from .shm.callers import NATIVE_CALLS, native_call
