@@ -12,9 +12,9 @@ A carrier executes a group's operations on GPU arrays:
 | mpi, others   | otherwise                                                      | staging |
 
 A rank knows its GPU only when it has an array. So with shm and auto the first collective call on GPU arrays begins with
-an exchange over the CPU backend. This call, and any call made before this one has ended, blocks the host until its
-result is on the GPU. Later calls behave as the chosen carrier's calls do. Messages are always staged through the host:
-a message does not involve all ranks, so a sender cannot know whether its peer has chosen a carrier yet.
+an exchange over the CPU backend. This first call, and every call made before it has ended, blocks the host until the
+result of the call is on the GPU. Later calls behave as the chosen carrier's calls do. Messages are always staged
+through the host: a message does not involve all ranks, so a sender cannot know whether its peer has chosen a carrier.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ IPC, NCCL, STAGED = "ipc", "nccl", "staged"
 
 
 class Facts(NamedTuple):
-    """What one rank knows about its GPU."""
+    """The facts about its GPU that a rank sends to all others."""
 
     gpu: bytes  # UUID of the GPU; equal for ranks that share a GPU
-    nccl: bool  # NCCL can be used
-    kernels: bool  # fastcoll's kernels can be used
+    nccl: bool  # the rank can use NCCL
+    kernels: bool  # the rank can use fastcoll's kernels
     reaches_all: bool = False  # the rank can map the memory of every other rank's GPU
 
 
@@ -61,7 +61,7 @@ def choose(facts: Sequence[Facts], one_node: bool) -> str:
 
 
 def suits_nccl(facts: Sequence[Facts]) -> bool:
-    """Return whether all ranks have NCCL, and each a GPU of its own, as NCCL requires."""
+    """Return whether all ranks can use NCCL, which requires that each rank has a GPU of its own."""
     return all(rank.nccl for rank in facts) and len({rank.gpu for rank in facts}) == len(facts)
 
 
@@ -69,7 +69,7 @@ def suits_nccl(facts: Sequence[Facts]) -> bool:
 
 
 def agree(group: ProcessGroup, device: int) -> list[Facts]:
-    """Exchange what every rank knows about the GPU of its first array.
+    """Exchange the Facts of all ranks; those of this rank are about GPU `device`.
 
     Collective; runs inside a call of the group.
     """
@@ -78,7 +78,7 @@ def agree(group: ProcessGroup, device: int) -> list[Facts]:
     uuid = runtime().uuid(device)
     rows = group.rows_of_all(np.array([why_unavailable() is None, has_kernels(), *uuid], np.uint8))
     facts = [Facts(row[2:].tobytes(), bool(row[0]), bool(row[1])) for row in rows]
-    # This rank cannot reach a GPU that CUDA_VISIBLE_DEVICES hides.
+    # A GPU that CUDA_VISIBLE_DEVICES hides is not among these, and this rank cannot reach it.
     visible = {runtime().uuid(number): number for number in range(runtime().count())}
     reaches = all(f.gpu in visible and runtime().can_reach(device, visible[f.gpu]) for f in facts)
     answers = group.rows_of_all(np.array([reaches], np.uint8))
@@ -100,7 +100,7 @@ def has_kernels() -> bool:
 
     try:
         undisturbed(load)
-    except (UnavailableError, ImportError) as error:  # ImportError: another thread's import has failed before
+    except (UnavailableError, ImportError) as error:  # ImportError if another thread's import failed before
         _log.info("no kernels for arrays on GPUs: %s", error)
         return False
     return True
@@ -120,7 +120,7 @@ class AutoCarrier(DeviceCarrier):
     import_array = staticmethod(import_array)
 
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
-        # Calls in the queue were made before the choice, and must be executed first.
+        # Calls that are still in the queue were made before the choice, and must run before this call.
         if self.chosen is not None and not self._group.gate.queue.pending:
             return self.chosen.plan(operation, timeout)
         name, arrays = operation.kind, [*operation.inputs, *operation.outputs]
@@ -156,7 +156,7 @@ class AutoCarrier(DeviceCarrier):
             from .ipc.backend import IpcCarrier
 
             carrier = IpcCarrier(group, chosen)
-            if reason := carrier.meet(device):  # the same on all ranks
+            if reason := carrier.meet(device):  # `meet` returns the same reason on all ranks
                 carrier.close(None)
                 _log.info("arrays on GPUs of group %r cannot be shared: %s", group.name, reason)
             else:

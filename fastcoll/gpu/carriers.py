@@ -17,7 +17,7 @@ def carrier_for(backend: str, group: ProcessGroup) -> DeviceCarrier:
     """Return the carrier of a group's GPU arrays.
 
     Args:
-        backend: the backend requested for "cuda", or else the one for "cpu".
+        backend: the backend that the program has chosen for "cuda"; if it has chosen none, the backend for "cpu".
     """
     if backend == "nccl":
         from .nccl.backend import NcclCarrier  # loads NCCL

@@ -1,14 +1,14 @@
 """MpiCarrier: passes GPU arrays to a CUDA-aware MPI library, for groups of the backend mpi.
 
 The group's own backend executes the operation, and passes MPI addresses in GPU memory instead of host memory. A call
-waits until the arrays' streams have done the work that they held when the call was made, and returns when its result is
-on the GPU, as a staged call does. fastcoll's kernels do the reductions, in rank order. These calls are staged (copied
-through host memory, staged.py), on all ranks: scan and exscan, reductions by a user's function, reductions among more
-than MOST_SOURCES ranks, and reductions where a rank has no kernels.
+waits until the arrays' streams have done the work that was queued on them when the call was made. It returns when its
+result is on the GPU. fastcoll's kernels do the reductions, in rank order. Some calls are *staged* instead, on all
+ranks: StagedCarrier (staged.py) copies the arrays through host memory. These are scan and exscan, reductions by a
+user's function, reductions among more than MOST_SOURCES ranks, and reductions if some rank has no kernels.
 
-For a large message, MPI gets the address of the array in GPU memory. A small message travels inside the control
-messages of net/mpi/pipe.py, which the host writes; so it is staged, and so is a message of a rank to itself. The other
-side sees no difference: a message may be sent from a GPU and received into host memory.
+For a large message, MPI gets the address of the array in GPU memory. A small message travels inside a control message
+of net/mpi/pipe.py, which the host writes. So small messages are staged. Messages of a rank to itself are staged, too.
+The other side sees no difference: a message may be sent from a GPU and received into host memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .staging import Staging, host_views
 from .streams import StreamScope
 
 MOST_SOURCES = 64
-"""Most arrays that one kernel can reduce (kernels/cuda/reducers.py)."""
+"""The largest number of arrays that one kernel can reduce (kernels/cuda/reducers.py)."""
 
 Arrays = Sequence[DeviceArray]
 Block = tuple[int, int]
@@ -50,17 +50,17 @@ class TakesGpus(Protocol):
     cuda_aware: bool  # the MPI library of every rank reports that it takes GPU memory
 
     def take_gpus(self, memory: Any, current: Callable[[], AbstractContextManager[None]]) -> None:
-        """Make `plan` accept GPU arrays from now on."""
+        """Make `plan` accept GPU arrays from now on; see MpiBackend.take_gpus."""
 
 
 class MpiCarrier(StagedCarrier):
-    """The carrier that the module docstring describes; needs a TakesGpus with a CUDA-aware library."""
+    """The carrier that the module docstring describes; the group's backend is a TakesGpus that is `cuda_aware`."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
         assert isinstance(group.backend, TakesGpus)
         self._memory = DeviceMemory(self.staging)
-        self._direct: Any = group.backend  # its annotations do not include GPU arrays
+        self._direct: Any = group.backend  # Any, because the backend's annotations do not include GPU arrays
         self.messages = messages = MpiMessages(group, self.staging)
         group.backend.take_gpus(self._memory, lambda: runtime().on(messages.device))
 
@@ -88,14 +88,14 @@ class MpiCarrier(StagedCarrier):
         return call
 
     def _carry_out(self, operation: Operation, outputs: Arrays, plain: ReduceOp | None) -> bool:
-        """Execute the operation by the group's backend; return False on all ranks if one cannot.
+        """Execute the operation by the group's backend; return False on all ranks if one of them cannot.
 
         Args:
             plain: the reduction that remains once the inputs are scaled.
         """
         kind, inputs, op = operation.kind, operation.inputs, operation.op
         memory, scope = self._memory, self._memory.scope
-        by = op if auto.has_kernels() else plain  # without kernels this call neither scales nor reduces
+        by = op if auto.has_kernels() else plain  # without kernels nothing is scaled; the call is staged
         if KINDS[kind].made_of or (kind == "all_reduce" and plain is not op):
             one, finish = scope.as_one(operation._replace(op=by), self._group.size)
             memory.settle()
@@ -142,8 +142,8 @@ class MpiMessages:
         with self._staging.in_use([array_of(x)]):
             return self._group.p2p.post_send(ImportedArray(self._ready(x.array, "isend")), dst, tag)
 
-    # With `status` the message may be shorter than the array. Its sender may have staged it, so the receive is staged,
-    # too.
+    # With `status` the message may be shorter than the array, and then its sender may have staged it. So a receive with
+    # `status` is always staged.
     def recv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> int:
         if status is not None or not self._suits(x, src):
             return self._staged.recv(x, src, tag, status)
@@ -174,9 +174,9 @@ class MpiMessages:
 class _Landing(ImportedArray):
     """A GPU array that receives a message.
 
-    MPI writes to it; the host, which drives the receive, must not. A message that arrived before its receive was
-    posted, or that this rank sent to itself, is in host memory already. `put` keeps it there, and `finish`, which runs
-    in a thread that may wait for a GPU, copies it to the GPU.
+    MPI writes the message to the array; the host must not. But if the message arrived before its receive was posted, it
+    is in host memory already. Then `put` keeps a copy of it in host memory, and `finish`, which runs on a thread that
+    may wait for a GPU, copies it to the GPU.
     """
 
     __slots__ = ("_message", "_of", "_staging")
@@ -188,7 +188,7 @@ class _Landing(ImportedArray):
         self._of, self._staging = of, staging
 
     def put(self, address: int, nbytes: int) -> None:
-        """Keep the message at a host address; it has the size of the array."""
+        """Keep a copy of the message, which is at a host address and has the size of the array."""
         self._message = np.empty(self.array.shape, self.array.dtype)
         ctypes.memmove(self._message.ctypes.data, address, nbytes)
 
@@ -210,8 +210,8 @@ class _Landing(ImportedArray):
 class DeviceMemory:
     """The memory interface of net/mpi/execution.py, for arrays on a GPU.
 
-    The GPU is that of the current call. Copies and reductions are queued on a stream of the group, and the host waits
-    for them, because MPI, which is called next, knows nothing of streams. `scope` has this stream, and the call's
+    The GPU is that of the current call. Copies and reductions are queued on a stream of the group. The host waits for
+    them before it calls MPI, because MPI does not order its work with streams. `scope` has this stream, and the call's
     scratch memory.
     """
 
@@ -223,7 +223,7 @@ class DeviceMemory:
 
     @contextmanager
     def use(self, arrays: Sequence[DeviceArray]) -> Iterator[None]:
-        """Work on the arrays' GPU for the duration of a `with` block; one call at a time."""
+        """Make this the memory of the arrays' GPU for the duration of a `with` block; one call at a time."""
         with self._staging.in_use(arrays):
             device = next((x.device for x in arrays if x.size), arrays[0].device)
             self.scope = StreamScope(runtime(), device, self._staging.stream(device, "own"))

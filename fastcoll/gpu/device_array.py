@@ -74,9 +74,9 @@ class DeviceArray:
 
 
 def joined(arrays: Sequence[DeviceArray]) -> DeviceArray | None:
-    """Return one flat array over all `arrays`, or None.
+    """Return one flat array over all `arrays`, or None if they are not adjacent.
 
-    None if an array does not begin where the one before ends.
+    Arrays are adjacent if each begins where the one before it ends.
     """
     first, end = arrays[0], arrays[0].address
     for x in arrays:
@@ -108,7 +108,7 @@ def describe(x: Any, what: str, device_at: Any) -> Described:
     """Return the description of a GPU array without touching its data.
 
     Args:
-        x: a torch.Tensor, or any object with `__cuda_array_interface__` or DLPack, which CuPy imports.
+        x: a torch.Tensor, an object with `__cuda_array_interface__`, or an object that CuPy can import by DLPack.
         device_at: returns the number of the GPU whose memory contains an address.
     """
     torch = sys.modules.get("torch")
@@ -128,9 +128,10 @@ def describe(x: Any, what: str, device_at: Any) -> Described:
     address, read_only = interface["data"]
     dtype = x.dtype if isinstance(getattr(x, "dtype", None), np.dtype) else np.dtype(interface["typestr"])
     shape = tuple(interface["shape"])
-    # An empty array has no address to look up; CuPy's arrays name a GPU all the same.
+    # An empty array has no address to look up. An empty array of CuPy still names its GPU.
     device = device_at(address) if prod(shape) else int(getattr(getattr(x, "device", None), "id", 0))
-    # For CuPy's arrays the interface names the stream of the current GPU, which may not be the array's GPU; ask CuPy.
+    # The interface of a CuPy array names the stream of the current GPU, which may not be the array's GPU. So
+    # `current_stream` asks CuPy.
     stream = current_stream(x, device, interface.get("stream") or 0)
     return Described(
         DeviceArray(address, dtype, shape, device, stream, x), interface.get("strides"), read_only
@@ -174,7 +175,7 @@ class OnDevice(ImportedArray):
 
     def __init__(self, array: DeviceArray, strided: Any = None) -> None:
         super().__init__(array)  # type: ignore[arg-type]
-        self._strided = strided  # the target of the copy back, a Strided of kernels/cuda/packing.py
+        self._strided = strided  # the caller's array, for the copy back; a Strided (kernels/cuda/packing.py)
 
     def unpack(self, stream: int) -> None:
         """Queue the copy of a packed writable array back to the caller's array.
@@ -226,7 +227,7 @@ def import_array(x: Any, *, writable: bool, what: str) -> OnDevice:
     memory = runtime().allocate(array.nbytes, array.device, array.stream)
     with runtime().on(array.device):
         pack(memory.ptr, strided, array.stream)
-    # The caller's array must stay alive: the kernel that reads it is only queued.
+    # The caller's array must stay alive, because the kernel that reads it may not have run yet.
     owner = (memory, array.owner)
     packed = DeviceArray(memory.ptr, array.dtype, array.shape, array.device, array.stream, owner)
     return OnDevice(packed, strided if writable else None)
@@ -236,7 +237,7 @@ def scratch(size: int, dtype: np.dtype[Any], device: int, stream: int, owner: An
     """Return a flat array in GPU memory, for use on a stream.
 
     Args:
-        owner: an array of the caller's library; `StreamWork.wait` makes this library's current stream wait.
+        owner: an array of the caller's library: `StreamWork.wait` makes the current stream of this library wait.
     """
     memory = runtime().allocate(size * dtype.itemsize, device, stream)
     return DeviceArray(memory.ptr, dtype, (size,), device, stream, (memory, owner))

@@ -48,7 +48,7 @@ def cupy() -> Any:
 
 
 class _Foreign(NamedTuple):
-    """A stream handle, wrapped in CUDA's stream protocol."""
+    """A stream handle as an object that CuPy accepts: one with CUDA's method `__cuda_stream__`."""
 
     handle: int
 
@@ -67,8 +67,8 @@ class Runtime:
     def on(self, device: int) -> Iterator[None]:
         """Make a GPU this thread's current one for the duration of a `with` block.
 
-        A thread that has not used a GPU stays on this one: a switch back to GPU 0 would create a context there (CUDA
-        12), of some 300 MB.
+        In a thread that has not used a GPU before, this GPU stays the current one: to switch back to GPU 0 would create
+        a context of some 300 MB there (CUDA 12).
         """
         fresh = not self._cupy.cuda.driver.ctxGetCurrent()
         before = self._do("querying the current GPU", self._calls.getDevice)
@@ -93,14 +93,14 @@ class Runtime:
     def uuid(self, device: int) -> bytes:
         """Return a GPU's 16-byte UUID.
 
-        It is the same in all processes, also if CUDA_VISIBLE_DEVICES gives the GPU different numbers.
+        It is the same in all processes, even if CUDA_VISIBLE_DEVICES gives the GPU another number in some of them.
         """
-        return driver().uuid(device)  # CuPy truncates the UUID at its first zero byte
+        return driver().uuid(device)  # not by CuPy, which truncates the UUID at its first zero byte
 
     def can_reach(self, device: int, peer: int) -> bool:
         """Return whether kernels on GPU `device` can use the memory of GPU `peer`.
 
-        Both are GPUs of this process.
+        Both are numbers of GPUs in this process.
         """
         ask = self._calls.deviceCanAccessPeer
         return device == peer or bool(self._do("querying peer access", ask, device, peer))
@@ -108,7 +108,7 @@ class Runtime:
     # ---- memory --------------------------------------------------------------------------------------
 
     def pinned(self, nbytes: int) -> Array:
-        """Return pinned host memory as bytes; it is freed with the last view of it."""
+        """Return pinned host memory as an array of bytes; it is freed with the last view of it."""
         memory = self._do("pinning host memory", self._cupy.cuda.PinnedMemory, max(nbytes, 1), _PORTABLE)
         flat: Array = np.frombuffer(self._cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
         return flat
@@ -120,7 +120,7 @@ class Runtime:
         if work queued on this stream still uses it. Other streams must have finished with the memory by then.
 
         Args:
-            stream: None: CuPy's current stream.
+            stream: the stream; None: CuPy's current stream.
         """
         with self.on(device), ExitStack() as ends:
             if stream is not None:
@@ -143,8 +143,8 @@ class Runtime:
         with self.on(device):
             address = self._do("allocating GPU memory", self._calls.malloc, nbytes)
             with waited_stream(self, device) as stream:
-                # Not cudaMemset: it is ordered behind the caller's work on the default stream, and the host does not
-                # wait for it.
+                # Not cudaMemset, which would wait for the caller's work on the default stream, and would not block the
+                # host.
                 self._do("clearing GPU memory", self._calls.memsetAsync, address, 0, nbytes, stream)
         return int(address)
 
