@@ -1,15 +1,16 @@
 """IpcCarrier: GPU arrays of ranks on one node, by kernels over shared memory (CUDA IPC).
 
-All ranks map each other's memory. They may share a GPU, or have GPUs that can reach each other. A call is queued
-according to its schedule (schedules.py): copies into this rank's slots (buffers that the peers read), kernels that
-publish progress and wait for the peers (kernels/cuda/steps.py), and reductions that read the peers' slots directly, in
-rank order. The host does not wait for the peers. So the kernels may find a mismatch of the ranks' calls after the call
-has returned on the host; the mismatch then fails the group.
+All ranks map each other's memory. They may share a GPU, or have GPUs that can reach each other. The work of a call is
+queued according to the call's schedule (schedules.py): copies into this rank's slots (buffers that the peers read),
+kernels that publish progress and wait for the peers (kernels/cuda/steps.py), and reductions that read the peers' slots
+directly, in rank order. The host does not wait for the peers. So the kernels may find that the ranks' calls do not
+match after the call has returned on the host. This then fails the group.
 
-On a GPU that ranks share, only one of their processes runs at a time, and a kernel that polls uses up its process's
-time slice. On such a GPU, if the driver supports it, the stream itself waits for the word that a peer publishes, before
-the kernel starts: no kernel of this process runs meanwhile, and the GPU can switch to another process. The kernel then
-finds the word at its first poll. The kernel is still needed, because only its acquire load orders memory.
+A peer publishes its progress by a word in this rank's memory. On a GPU that ranks share, only one of their processes
+runs at a time, and a kernel that polls a word uses up its process's time slice. So on a shared GPU, if the driver
+supports it, the stream waits for the word before the kernel starts. During this wait no kernel of this process runs,
+and the GPU can switch to another process. The kernel then finds the word at its first poll. The kernel is still needed,
+because only its acquire load orders memory.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ SLOT = 16 << 20
 """Bytes of a slot; each rank has four in a group.
 
 Each filled slot costs an exchange. By estimate, an exchange takes some 10 us if each rank has a GPU of its own. If
-ranks share a GPU, it takes a switch of processes: 50 us to a time slice of about 2 ms.
+ranks share a GPU, an exchange takes a switch between processes, from 50 us up to a time slice of about 2 ms.
 """
 
 _HANDED_OVER = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
@@ -97,8 +98,8 @@ _SCHEDULES: dict[str, Callable[[_Facts, int], schedules.Schedule]] = {
 class IpcCarrier(StreamCarrier):
     """The carrier that the module docstring describes, for at most MOST_RANKS ranks on one node.
 
-    The slot size is the smallest `slot` of any rank. The `fallback` carries messages, and also large calls if it queues
-    on streams too (NCCL).
+    The slot size is the smallest `slot` of any rank. `fallback` carries all messages. If it is a StreamCarrier (NCCL),
+    it also carries calls of more than HAND_OVER_ABOVE bytes.
     """
 
     def __init__(self, group: ProcessGroup, fallback: DeviceCarrier, slot: int = SLOT) -> None:
@@ -107,13 +108,13 @@ class IpcCarrier(StreamCarrier):
         self._hand_over_above = HAND_OVER_ABOVE if isinstance(fallback, StreamCarrier) else None
         self._slot_wanted = slot
         self.shared: SharedRegions | None = None  # None until the ranks have met
-        self.calls = 0  # queued
+        self.calls = 0  # the number of calls that were queued
 
     def meet(self, device: int) -> str:
-        """Map the peers' memory; collective. If this was not called, the group's first call does it.
+        """Map the peers' memory; collective. If nothing has called `meet` before, the group's first call does.
 
         Returns:
-            the reason if this failed, the same on all ranks; an empty text if it succeeded.
+            an empty text; if this failed, the reason, which is the same on all ranks.
         """
         if self.group.size > at.MOST_RANKS:
             return f"{self.group.size} ranks are more than {at.MOST_RANKS}"
@@ -134,12 +135,12 @@ class IpcCarrier(StreamCarrier):
             slot = self._slot_wanted if self.shared is None else self.shared.slot
             if facts.itemsize > slot // facts.parts:
                 raise ArrayError(
-                    f"an element has {facts.itemsize} bytes; reductions on GPUs take {slot // facts.parts} here"
+                    f"an element has {facts.itemsize} bytes; reductions on GPUs take at most {slot // facts.parts} here"
                 )
         return IpcCall(self, operation, facts)
 
     def slot(self, arrays: Arrays) -> int:
-        """Return the bytes of a slot; the first call maps the peers' memory here."""
+        """Return the bytes of a slot; map the peers' memory if that was not done yet."""
         if self.shared is not None:
             return self.shared.slot
         with self.failing("mapping the memory of the peers' GPUs"):
@@ -154,9 +155,9 @@ class IpcCarrier(StreamCarrier):
     # ---- when things go wrong, and the end -----------------------------------------------------------
 
     def judge(self, number: int) -> None:
-        """Fail the group if a call that the GPU has finished has gone wrong.
+        """Fail the group if the result of a call that the GPU has finished may be wrong.
 
-        A rank that fails the group notifies its peers before its streams continue (`abort`). So if a failed rank has
+        A rank that fails the group notifies its peers before `abort` lets its streams continue. So if a failed rank has
         overwritten a slot that this call read, this rank sees the failure here.
         """
         monitor = self.group.monitor
@@ -237,7 +238,7 @@ class IpcCall(QueuedCall):
 
     def prepare(self, name: str) -> None:
         self._schedule = _SCHEDULES[self._facts.kind](self._facts, self._ipc.slot(self.arrays))
-        # Compile before anything is queued: all ranks reject a function that cannot be compiled.
+        # Compile before anything is queued: if a user's function cannot be compiled, all ranks raise an error here.
         if self._reducer is not None:
             sources = {len(item.srcs) for item in self._schedule if isinstance(item, schedules.ReduceStep)}
             with self._ipc.runtime.on(self._ipc.own(self.arrays).device):

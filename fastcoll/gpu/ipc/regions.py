@@ -1,9 +1,9 @@
 """GPU memory that the ranks of a node share and map (CUDA IPC), and the work queued on it.
 
-Each rank's region is a page of words (kernels/cuda/page.py) and SLOTS slots. Freeing memory that a peer still maps is
-undefined (CUDA Runtime API, cudaIpcOpenMemHandle), and a peer cannot report in this memory that it has unmapped it. So
-a region is never freed. A rank sets BYE in its peers' pages when it no longer uses their memory. Once all ranks have
-set BYE in a region, a later group of the process reuses it on the same GPU.
+Each rank's region is a page of words (kernels/cuda/page.py) and SLOTS slots. To free memory that a peer still maps is
+undefined (CUDA Runtime API, cudaIpcOpenMemHandle), and a peer that has unmapped a region can no longer write to it that
+it has done so. So a region is never freed. A rank sets BYE in its peers' pages when it no longer uses their memory.
+Once all ranks have set BYE in a region, a later group of the process reuses the region on the same GPU.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ _BLOCK = 2 << 20
 _BYE_SECONDS, _BYE_NAP = 5.0, 0.001
 _HANDLE = 64  # bytes of a cudaIpcMemHandle_t
 _NOTE = np.dtype([("handle", f"V{_HANDLE}"), ("gpu", "V16"), ("slot", "i8"), ("error", "S256")])
-# Seconds between two writes of the poison, the word that ends a stream's wait: a slow peer may overwrite it.
+# Seconds between two writes of POISON, the value that ends a stream's wait for a word. One write is not enough, because
+# a slow peer may overwrite it.
 _POISON_EVERY = 0.005
 _POISON_SECONDS = 60.0
 
 
 class Region(NamedTuple):
-    """Memory of one GPU for `export`, used by a group of `size` ranks."""
+    """Memory of one GPU that a group of `size` ranks maps."""
 
     device: int
     nbytes: int
@@ -78,8 +79,8 @@ class SharedRegions:
 
     Args:
         slot: bytes of a slot.
-        wait: makes a stream wait for a word; None if the driver cannot. It is used only if ranks share a GPU; otherwise
-            kernels poll.
+        wait: makes a stream wait for a word; None if the driver cannot do that. It is used only if ranks share a GPU;
+            otherwise kernels poll.
     """
 
     def __init__(
@@ -94,8 +95,7 @@ class SharedRegions:
         self._meet, self._announce = kernels.compiled(kernels.meet), kernels.compiled(kernels.announce)
         self._step, self._publish = kernels.compiled(kernels.step), kernels.compiled(kernels.publish)
         if self._wait is not None:
-            # Allocated now: later, pinning memory or creating a stream might wait for the GPU, which waits for the
-            # poison.
+            # Allocated now: later, pinning memory or creating a stream might wait for the GPU, which waits for POISON.
             self._poisoned: Array = runtime.pinned(at.RANK_BYTES * region.size)
             self._poisoned.view(np.int64)[:] = POISON
             self._poisoning: int = runtime.new_stream(region.device)
@@ -139,7 +139,7 @@ class SharedRegions:
         return None, reason
 
     def _mapped(self, handles: Array) -> Array:
-        """Map the peers' regions and initialise this rank's page; return a note of an error."""
+        """Map the peers' regions and initialise this rank's page; return a note, with the error if this failed."""
         note, size, words = np.zeros(1, _NOTE), self._region.size, self._header
         try:
             self._bases[self._rank] = self._page
@@ -158,10 +158,10 @@ class SharedRegions:
         return note
 
     def close(self, is_vain: Callable[[], bool]) -> None:
-        """Unmap the peers' regions. This rank has set BYE, and none of its kernels uses them.
+        """Unmap the peers' regions, after this rank has set BYE and none of its kernels uses them.
 
-        Waits up to 5 s for the peers' BYE, but not once `is_vain` returns True: this process may exit next, which frees
-        the memory that the peers use.
+        First wait until all peers have set BYE in this rank's region: this process may exit next, which frees the
+        memory that they use. The wait ends after 5 s, or when `is_vain` returns True.
         """
         end = time.monotonic() + _BYE_SECONDS
         while not (self._region.is_free(self._runtime) or is_vain() or time.monotonic() > end):
@@ -171,7 +171,7 @@ class SharedRegions:
         _keep(self._region)
 
     def abandon(self) -> None:
-        """Keep all memory, the pinned words too, until the process ends: hanging kernels may use it."""
+        """Keep all memory, including the pinned words, until the process ends: hanging kernels may use it."""
         _abandoned.append(self)
 
     def _unmap(self) -> None:
@@ -255,10 +255,10 @@ class SharedRegions:
             self._runtime.end_stream(self._poisoning)
 
     def stop(self, is_over: Callable[[], bool]) -> None:
-        """End all waits on this rank's streams, without blocking; from any thread.
+        """End all waits on this rank's streams, without blocking; any thread may call this.
 
         Args:
-            is_over: returns whether no work is left on the streams; until then, new waits are ended too.
+            is_over: returns whether no work is left on the streams; until it returns True, later waits are ended, too.
         """
         self.control[at.STOP // 8] = 1
         if self._wait is None:
@@ -301,7 +301,7 @@ def ready(device: int) -> tuple[WaitValue | None, str]:
     """Compile the kernels before any rank depends on this one.
 
     Returns:
-        the result of `waits_of_streams`, and the reason if the kernels cannot be compiled, or an empty text.
+        the result of `waits_of_streams` and an empty text; if the kernels cannot be compiled, None and the reason.
     """
     try:
         for kernel in (kernels.meet, kernels.announce, kernels.step, kernels.publish):
@@ -312,7 +312,7 @@ def ready(device: int) -> tuple[WaitValue | None, str]:
 
 
 def waits_of_streams(device: int) -> WaitValue | None:
-    """Return the driver's `wait(stream, address, value)`, or None if it does not support a GPU."""
+    """Return the driver's `wait(stream, address, value)`, or None if this GPU does not support it."""
     if SIMULATED or not driver().can_wait(device):
         return None
     return driver().wait_value

@@ -1,20 +1,20 @@
 """Schedules: a rank's copies, reductions and waits in a collective over shared GPU memory, as data.
 
 A call is a sequence of *steps*. Before step k a rank writes its slot (a buffer that the peers read) of step k. In step
-k it publishes this, and waits until every rank has published step k. After the step it reads its peers' slots of step
-k. Step 0 is also called the meeting: in it, the ranks compare their calls.
+k it publishes that the slot is written, and waits until every rank has published step k. After the step it reads its
+peers' slots of step k. Step 0 is also called the meeting: in it, the ranks compare their calls.
 
-Slots. A rank has two slots for step 0, of calls with an even and with an odd number, and two slots for later steps,
-with an even and with an odd number.
+Slots. A rank has four slots. Two are for step 0: one for calls with an even number, one for calls with an odd number.
+The other two are for later steps: one for even steps, one for odd steps.
 
 Invariant: no rank writes a slot that a peer still reads. A rank publishes step k only after it has read the slots of
-step k - 1. After step k all ranks have published step k, so peers read only slots of step k until they publish step k +
-1. Meanwhile ranks write the slot of step k + 1, which is a different one. After its last step, a rank writes the slot
-of step 0 of the next call. Peers may still read any slot of the current call, but the current call's step 0 uses the
-slot of the other parity. The slot that is now written was last read in the call before the current one, and all ranks
-have left that call, because they have met in the current one.
+    step k - 1. When a rank has completed step k, all ranks have published step k. So its peers read only slots of step
+    k until they publish step k + 1. Meanwhile the rank writes its slot of step k + 1, which is a different one. After
+    its last step, a rank writes its slot of step 0 of the next call. Its peers may still read slots of the current
+    call, but step 0 of the current call uses the slot of the other parity. The slot that the rank writes was last read
+    in the call before the current one. All ranks have left that call, because they have met in the current one.
 
-If ranks take different numbers of steps, a rank that has taken its last step publishes LAST, which counts as every
+If ranks take different numbers of steps, a rank that has taken its last step publishes LAST_STEP, which counts as every
 later step. `tests/gpu/simulated_ipc_model.py` runs schedules in every order of steps, and
 `tests/gpu/test_ipc_schedules.py` runs every schedule.
 
@@ -45,7 +45,7 @@ ONE_SHOT_BELOW = ((4, 512 << 10), (8, 256 << 10), (64, 128 << 10))
 """Pairs (ranks, bytes): with at most `ranks` ranks, an all_reduce of fewer than `bytes` bytes is one-shot."""
 
 ALIGNMENT = 128
-"""Alignment of blocks in a slot, if the element size allows it: suits cache lines and 16-byte accesses."""
+"""Alignment of blocks in a slot, if the element size allows it; it suits cache lines and 16-byte accesses."""
 
 
 class BlockLocation(NamedTuple):
@@ -104,14 +104,14 @@ def is_one_shot(size: int, nbytes: int) -> bool:
 
 
 def _chunks(nbytes: int, most: int) -> list[Span]:
-    """Split `nbytes` into segments; at least one, because a call without data takes step 0 too."""
+    """Split `nbytes` into segments. There is at least one, because a call without data takes step 0, too."""
     return segments(nbytes, most) or [Span(0, 0)]
 
 
 class _Part(NamedTuple):
-    """An input that this rank puts into its slot, or data in ranks' slots that goes to an output.
+    """An input that this rank copies into its slot, or data that it reads from ranks' slots into an output.
 
-    Data from slots is moved, or reduced with the rank's own input.
+    Data from slots is moved (copied), or reduced together with the rank's own input.
     """
 
     # The index of the input or output. In a reduction: the index of the rank's own input; output 0 gets the result.
@@ -124,7 +124,7 @@ class _Part(NamedTuple):
 def _in_chunks(
     rank: int, chunk: int, puts: Sequence[_Part], moved: Sequence[_Part] = (), reduced: Sequence[_Part] = ()
 ) -> Schedule:
-    """Split a call into steps: put segment k before step k, then move and reduce it."""
+    """Split a call into steps. Segment k is put into the slot before step k, and moved or reduced after it."""
     items: list[Move | ReduceStep | Step] = []
     longest = max((x.nbytes for x in (*puts, *moved, *reduced)), default=0)
     for k, (at, _) in enumerate(_chunks(longest, chunk)):
@@ -144,7 +144,7 @@ def _in_chunks(
 def _sources(
     rank: int, ranks: Sequence[int], step: int, offset: int, own: BlockLocation
 ) -> tuple[BlockLocation, ...]:
-    """Return the same block of some ranks' slots; for this rank, its input instead."""
+    """Return where a block is in the slots of `ranks`; for this rank, `own`, where it is in the input."""
     return tuple(own if r == rank else BlockLocation(SLOT + step, r, offset) for r in ranks)
 
 
@@ -156,7 +156,7 @@ def _filled(items: Sequence[Move | ReduceStep | Step]) -> Schedule:
 
 
 def _own(out: int, block: int, nbytes: int) -> Schedule:
-    """Return the move of a rank's own block."""
+    """Return the move of a rank's own block from its input to its output."""
     return _filled([Move(BlockLocation(OUT, out, 0), BlockLocation(IN, block, 0), nbytes)])
 
 
@@ -167,7 +167,7 @@ def _peers(rank: int, size: int) -> list[int]:
 def one_shot(
     rank: int, size: int, nbytes: int, itemsize: int, slot: int, readers: Sequence[int] | None = None
 ) -> Schedule:
-    """Return the schedule of an all_reduce or reduce: every rank, or `readers`, reduces all slots."""
+    """Return the schedule of an all_reduce or reduce: every rank, or each of `readers`, reduces all slots."""
     readers = range(size) if readers is None else readers
     puts = [_Part(0, 0, nbytes)] * any(reader != rank for reader in readers)
     reduced = [_Part(0, 0, nbytes, range(size))] * (rank in readers)
@@ -242,7 +242,7 @@ def gather(rank: int, size: int, sizes: Sequence[int], slot: int, root: int) -> 
     """Return the schedule: the root copies the slots of all.
 
     Args:
-        sizes: bytes of the root's outputs; on other ranks, of the input alone.
+        sizes: on the root, the bytes of its outputs; on other ranks, only the bytes of the input.
     """
     if rank != root:
         return *_in_chunks(rank, slot, [_Part(0, 0, sizes[0])]), Last()
@@ -254,7 +254,7 @@ def scatter(rank: int, size: int, sizes: Sequence[int], slot: int, root: int) ->
     """Return the schedule: rank r copies block r of the root's slot.
 
     Args:
-        sizes: bytes of the root's blocks; on other ranks, of the output alone.
+        sizes: on the root, the bytes of its blocks; on other ranks, only the bytes of the output.
     """
     share = share_of(slot, size, 1)
     if rank != root:
