@@ -99,7 +99,7 @@ class IpcCarrier(StreamCarrier):
     """The carrier that the module docstring describes, for at most MOST_RANKS ranks on one node.
 
     The slot size is the smallest `slot` of any rank. `fallback` carries all messages. If it is a StreamCarrier (NCCL),
-    it also carries calls of more than HAND_OVER_ABOVE bytes.
+    it also carries large calls (_HANDED_OVER, HAND_OVER_ABOVE).
     """
 
     def __init__(self, group: ProcessGroup, fallback: DeviceCarrier, slot: int = SLOT) -> None:

@@ -8,11 +8,11 @@ Slots. A rank has four slots. Two are for step 0: one for calls with an even num
 The other two are for later steps: one for even steps, one for odd steps.
 
 Invariant: no rank writes a slot that a peer still reads. A rank publishes step k only after it has read the slots of
-    step k - 1. When a rank has completed step k, all ranks have published step k. So its peers read only slots of step
-    k until they publish step k + 1. Meanwhile the rank writes its slot of step k + 1, which is a different one. After
-    its last step, a rank writes its slot of step 0 of the next call. Its peers may still read slots of the current
-    call, but step 0 of the current call uses the slot of the other parity. The slot that the rank writes was last read
-    in the call before the current one. All ranks have left that call, because they have met in the current one.
+step k - 1. When a rank has completed step k, all ranks have published step k. So its peers read only slots of step k
+until they publish step k + 1. Meanwhile the rank writes its slot of step k + 1, which is a different one. After its
+last step, a rank writes its slot of step 0 of the next call. Its peers may still read slots of the current call, but
+step 0 of the current call uses the slot of the other parity. The slot that the rank writes was last read in the call
+before the current one. All ranks have left that call, because they have met in the current one.
 
 If ranks take different numbers of steps, a rank that has taken its last step publishes LAST_STEP, which counts as every
 later step. `tests/gpu/simulated_ipc_model.py` runs schedules in every order of steps, and
