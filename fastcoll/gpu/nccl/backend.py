@@ -2,13 +2,13 @@
 
 The first collective call creates the communicator; for this, the ranks exchange an id over the group's CPU backend.
 Calls are queued (streams.py), and the host does not wait. Operations that NCCL lacks are composed of those that it has
-(blocks.py). The CPU backend matches messages; they use communicators of their own (messages.py).
+(blocks.py). The CPU backend matches messages, and separate communicators move them (messages.py).
 
-NCCL compares nothing: calls that do not match hang, or end with wrong data. A comparison makes every rank wait for all
-others on the host, which a call on GPUs does not do otherwise. So a rank compares a call only if it is the first of its
-kind; a kind consists of operation, dtype, sizes, reduction and root. If the ranks' calls match, all ranks see the same
-call as new. In gather, scatter and all_to_all a rank does not know the others' sizes, so for these operations a kind
-does not include sizes.
+NCCL does not compare the ranks' calls: calls that do not match hang, or end with wrong data. So fastcoll compares them.
+In a comparison every rank waits on the host for all others; otherwise a call on GPUs does not wait on the host. So
+ranks compare only the first call of each kind. A kind consists of operation, dtype, sizes, reduction and root. As long
+as the ranks' calls match, a call is the first of its kind on all ranks or on none. In gather, scatter and all_to_all a
+rank does not know the others' sizes, so for these operations a kind does not include sizes.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ class NcclCarrier(StreamCarrier):
         return _NcclCall(self, operation._replace(outputs=outs, inputs=ins), self._how(operation))
 
     def _how(self, operation: Operation) -> Native | Kernels | None:
-        """Return the object that does an operation's reduction."""
+        """Return the object that does an operation's reduction; None for an operation without one."""
         op = operation.op
         if op is None:
             return None
         dtype, scans = operation.outputs[0].dtype, operation.kind in ("scan", "exscan")
         make = Kernels if scans else reductions
-        if op.factor is not None:  # each call may have another factor
+        if op.factor is not None:  # not kept, because each call may have another factor
             return make(op, dtype, self.group.size)
         key = (op, dtype, scans)
         if key not in self._hows:
@@ -131,7 +131,7 @@ class NcclCarrier(StreamCarrier):
             )
         if rows[:, 3].sum():
             raise self._mismatch(signature.describe_mismatch(heads, group.ranks, tables))
-        if len(self._kinds) < _MOST_KINDS:  # all ranks have the same number of kinds
+        if len(self._kinds) < _MOST_KINDS:  # the number of kinds is the same on all ranks
             self._kinds.add(seen)
 
     def _mismatch(self, text: str) -> MismatchError:

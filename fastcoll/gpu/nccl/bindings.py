@@ -1,8 +1,8 @@
 """NCCL's library, libnccl.so.2, through ctypes.
 
 This file finds the library, and declares its functions and result codes. CuPy's binding and nccl4py lack calls that are
-needed here (a scaled sum, the text of the last error, the end of a communicator in two steps), and differ between their
-versions. nccl.h has kept the signatures below since NCCL 2.18.
+needed here (a scaled sum, the text of the last error, the end of a communicator in two steps), and change from version
+to version. nccl.h has kept the signatures below since NCCL 2.18.
 
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html
 """
@@ -102,7 +102,7 @@ class NcclLibrary:
 
     Attributes:
         version: NCCL_VERSION_CODE: 22005 is 2.20.5.
-        calls: the library; its functions return an ncclResult_t, for `check`.
+        calls: the library; each of its functions returns an ncclResult_t, which `check` takes.
         operations: the functions that move data, by name.
 
     Raises:
@@ -153,10 +153,10 @@ def dtype_code(dtype: np.dtype[Any]) -> int | None:
 
 
 def reduction(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[int, int, int] | None:
-    """Return NCCL's datatype and operation of a reduction, and how many numbers an element has.
+    """Return NCCL's datatype and operation for a reduction, and how many numbers an element has.
 
     None if NCCL cannot do the reduction. NCCL's MIN and MAX of floats are not used, because they ignore a NaN that
-    numpy.minimum would return (fminf in NCCL's reduce_kernel.h). PREMUL_SUM is SUM here.
+    numpy.minimum would return (fminf in NCCL's reduce_kernel.h). For PREMUL_SUM, the operation is that of SUM.
     """
     if op.function is not None:
         return None
@@ -200,7 +200,7 @@ def _in_wheel() -> str | None:
 
 
 def why_unavailable() -> str | None:
-    """Return why NCCL cannot be used here, and the cure; None if it can."""
+    """Return why NCCL cannot be used here, and the cure; None if it can be used."""
     try:
         library()
         cupy()

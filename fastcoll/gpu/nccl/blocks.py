@@ -2,8 +2,8 @@
 
 NCCL's own operations are used where they fit. All ranks must choose the same operations. So a choice depends on the
 sizes, which all ranks know, and never on the addresses of this rank's arrays: arrays without the layout that NCCL needs
-are copied through scratch memory. Arrays are flat; inputs and outputs may overlap. Empty blocks are left out on both
-sides. Reductions are done by
+are copied through scratch memory. Arrays are flat; inputs and outputs may overlap. An empty block is neither sent nor
+received. Reductions are done by
 
     Native    NCCL's own: not added in rank order, and float16 and bfloat16 are rounded at each step
     Kernels   every operation and dtype, in rank order: all ranks' arrays are gathered, and reduced on each GPU
@@ -34,11 +34,12 @@ from .communicator import Communicator
 Arrays = Sequence[DeviceArray]
 
 SCRATCH = 64 << 20
-"""The most bytes that are gathered at a time, of all ranks together. Not measured."""
+"""The most bytes, of all ranks together, that are gathered at a time. An estimate, not measured."""
 DIVIDED = 256 << 10
 """From this many bytes on, in groups of more than two ranks, each rank of an all_reduce reduces only its block.
 
-With n ranks this moves 2/n of the bytes, in two rounds instead of one. Not measured.
+With n ranks this moves 2/n as many bytes as gathering all arrays, in two rounds instead of one. An estimate, not
+measured.
 """
 
 
@@ -129,11 +130,12 @@ class Moves:
 
 
 def reductions(op: ReduceOp, dtype: np.dtype[Any], size: int) -> Native | Kernels:
-    """Return the object that does a reduction among `size` ranks; takes some 30 us, so keep it.
+    """Return the object that does a reduction among `size` ranks; this takes some 30 us.
 
     Raises:
         ArrayError: the reduction is not defined for this dtype.
-        UnavailableError: fastcoll's kernels are needed, and an extra is missing or the group is too large for them.
+        UnavailableError: fastcoll's kernels are needed, but their extra is not installed, or the group is too large for
+            them.
     """
     plain = scaled(np.empty(0, dtype), op)[1]
     refuse_undefined(plain, dtype)
@@ -238,7 +240,7 @@ class Kernels:
                 self._fold(moves.scope, to, room)
 
     def scan(self, moves: Moves, out: DeviceArray, x: DeviceArray, exclusive: bool) -> None:
-        """Reduce x over ranks 0..rank, or 0..rank-1, into out.
+        """Reduce x over ranks 0..rank, or 0..rank-1 if `exclusive`, into out.
 
         In an exclusive scan rank 0's out is not changed.
         """

@@ -5,9 +5,9 @@ which rank uses which GPU (RankInfo).
 
     begun -> ready -> (grouped -> ready)* -> ended | aborted
 
-While a call is in progress, the host polls its state, and `look` may raise between two polls. All calls inside a
-`group()` block are one NCCL operation: they start together, and none waits for another. Any thread may call `trouble`
-or `abort`. After an abort, this object calls no NCCL function on its communicator.
+While a call is in progress, the host polls its state, and calls `look` between two polls, which may raise an error. All
+calls inside a `group()` block are one NCCL operation: they start together, and none waits for another. Any thread may
+call `trouble` or `abort`. After an abort, this object calls no NCCL function on its communicator.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from .bindings import SUCCESS, UNIQUE_ID_BYTES, Config, NcclError, NcclLibrary, 
 _ASKED = 100
 """Polls of a call in progress before the first nap.
 
-A thread of NCCL queues a group of calls: if all ranks are connected, within tens of microseconds. A poll takes about
-two microseconds.
+A thread of NCCL queues the calls of a group. This takes tens of microseconds if all ranks are connected. A poll takes
+about two microseconds.
 """
 _NAPS = (0.00002, 0.002)
 """Seconds between two later polls: the first nap, and the longest."""
 _ABORT_SECONDS = 1.0
-"""Seconds that an abort waits for a call in another thread.
+"""Seconds that an abort waits for another thread's call on the communicator.
 
-NCCL_COMM_BLOCKING=1 makes such calls block.
+The user's setting NCCL_COMM_BLOCKING=1 makes calls block.
 """
 _FINALIZE_SECONDS = 10.0
 _HOST = 1  # ncclScalarHostImmediate
 _NO_COLOR = -1  # NCCL_SPLIT_NOCOLOR
 
 _LOOK = 0.05
-"""Seconds between two checks for dead peers, as elsewhere."""
+"""Seconds between two checks for dead peers, as in core/monitor.py."""
 _SHARED_GPU = 23000
-"""NCCL 2.30, the first version that knows NCCL_MULTI_RANK_GPU_ENABLE."""
+"""NCCL 2.30, the first version that supports NCCL_MULTI_RANK_GPU_ENABLE."""
 
 _RANK_INFO = struct.Struct(f"<16s8sII{UNIQUE_ID_BYTES}s")
 
 Look = Callable[[str, float], None]
-"""`look(doing, seconds)` raises if waiting is useless."""
+"""`look(doing, seconds)` raises an error if it is useless to wait longer for a call that has taken `seconds` so far."""
 
 
 class RankInfo(NamedTuple):
@@ -63,7 +63,7 @@ class RankInfo(NamedTuple):
     host: bytes  # hash of NCCL_HOSTID; NCCL lets ranks share a GPU if they seem to be on two hosts
     version: int  # NCCL_VERSION_CODE
     shares: bool  # NCCL_MULTI_RANK_GPU_ENABLE lets the rank share its GPU
-    identity: bytes  # id of the communicator, from group rank 0
+    identity: bytes  # id of the communicator; empty except from the rank that has created the id
 
     @classmethod
     def here(cls, gpu: bytes, version: int, identity: bytes) -> RankInfo:
@@ -116,7 +116,7 @@ class Communicator:
         self._library, self._calls, self._handle, self._look = library, library.calls, handle, look
         self._lock = threading.RLock()
         self._ended = False
-        # NCCL may write to this handle even after the wait for the split has ended.
+        # Kept alive here, because NCCL may write to this handle after the wait for a split has ended with an error.
         self._splitting = ctypes.c_void_p()
 
     @classmethod
@@ -187,7 +187,7 @@ class Communicator:
 
     @contextmanager
     def premultiplied_sum(self, factor: Any, dtype: np.dtype[Any]) -> Iterator[int]:
-        """Yield an NCCL operation that multiplies this rank's numbers by `factor` and adds."""
+        """Yield the code of an NCCL operation that multiplies this rank's numbers by `factor` and adds."""
         made, scalar = ctypes.c_int(), np.array(factor, dtype)
         with self._lock:
             self._check_open()
@@ -280,7 +280,8 @@ class Communicator:
 class Backoff:
     """The `look` of a group's communicators.
 
-    It raises the group's failure, an error at the group's timeout, or an error that `look` has returned twice in a row.
+    It raises the group's failure if the group has failed, and CollectiveTimeoutError at the group's timeout. It raises
+    an error that the function `look` returns only if `look` has returned one in the check before, too.
     """
 
     def __init__(self, group: ProcessGroup, look: Callable[[str], GroupError | None]) -> None:

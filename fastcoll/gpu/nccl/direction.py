@@ -6,7 +6,8 @@ other. A job may block, because only this direction waits for it. NcclMessage is
     posted -> claimed by the job that moves it -> queued on a GPU -> over
                                                -> over (an error, empty, or moved through the host)
 
-A posted message can be claimed once (messages.py), and only its claimer queues or ends it.
+A message is *over* when it is complete or has failed. A posted message can be claimed once (messages.py), and only its
+claimer queues or ends it.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ _SENDER, _RECEIVER = 0, 1  # ranks in the communicator
 class NcclMessage(StreamWork):
     """A send or a receive.
 
-    `wait()` blocks the host until the message is queued, and then orders streams, as any StreamWork does.
+    `wait()` blocks the host until the message is queued, and then makes streams wait for it, as any StreamWork does.
 
     Args:
         own: a stream on the array's GPU.
         item: the imported array; released when the message is over.
-        kind: tag and dtype, as in p2p/.
-        marks: events behind the work that the array's stream held when the message was posted.
+        kind: tag and dtype as one number (p2p/transfers.py).
+        marks: events behind the work that was queued on the array's stream when the message was posted.
+        number: identifies the message on this rank.
 
     Attributes:
         status: of a receive: filled when the message is matched; None if the caller wants no status.
@@ -169,19 +171,19 @@ class Direction:
         self._queue([sent, received], work)
 
     def buffer(self, message: NcclMessage, take: Callable[[DeviceArray], None]) -> None:
-        """Queue a copy of an array to scratch memory.
+        """Queue a copy of the message's array to scratch memory.
 
         `take` is called with the copy before the message counts as queued.
         """
         self._queue([message], lambda scope: take(scope.copied([message.array])))
 
     def _queue(self, messages: Sequence[NcclMessage], work: Callable[[StreamScope], None]) -> None:
-        """Queue work behind the work that the arrays' streams held when the messages were posted.
+        """Queue work behind the work that was queued on the arrays' streams when the messages were posted.
 
         The messages are complete when this work has ended.
         """
         if self._own_stream is None:
-            # The stream is created on this thread, because that may wait for the GPU.
+            # Created on this thread, because creating a stream may wait for the GPU.
             self._own_stream = OwnStream(self._carrier.runtime, self._device)
         own = self._own_stream
         with self._carrier.queueing(messages, own, self._watcher) as scope:
@@ -212,9 +214,9 @@ class Direction:
         self._watcher.drain()
 
     def disconnect(self) -> None:
-        """Begin to end the communicator.
+        """Begin to end the communicator, on the direction's thread.
 
-        This waits at most some seconds for the peer, which also ends it.
+        The end takes at most some seconds, in which the thread waits for the peer to end its side.
         """
         if self._comm is not None:
             self._ending = self._jobs.submit("the end", self._comm.close)

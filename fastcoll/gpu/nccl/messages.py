@@ -1,8 +1,8 @@
-"""NcclMessages: messages between GPUs by NCCL's send and recv.
+"""NcclMessages: messages between GPUs by ncclSend and ncclRecv.
 
-The group's CPU backend matches them. NCCL has neither tags nor "any source", and pairs the operations of two ranks on a
-communicator in the order in which they are queued: two ranks that both queue a send first wait forever. So the ranks
-first exchange control messages on the host:
+The group's CPU backend matches sends and receives, because NCCL has neither tags nor "any source". On a communicator
+NCCL pairs the operations of two ranks in the order in which they are queued: if both ranks queue a send first, they
+wait forever. So the ranks first exchange control messages on the host:
 
     sender                                          receiver
     a header with the user's tag            ->      matches it, like any message
@@ -10,9 +10,9 @@ first exchange control messages on the host:
     takes the next answer                   <-      answers, with a tag of the library's own
     ncclSend of the message named there             ncclRecv
 
-Only matched messages are queued, so the CPU backend defines tags, order and "any source". A *direction* is a pair of a
-sending and a receiving rank. Each has a communicator of two ranks, created with its first message, and on both sides a
-stream and a thread.
+Only matched messages are queued, so tags, order and "any source" work as in the CPU backend. A *direction* is a pair of
+a sending and a receiving rank. Each direction has a communicator of these two ranks, which is created for the first
+message. On both ranks it has a stream and a thread.
 
 **Both sides queue in the same order.** The receiver's thread answers and then queues, message by message. The answers
 of a rank have one tag, so they arrive in order. The sender's thread takes an answer, queues the message that it names,
@@ -20,14 +20,15 @@ and takes the next answer.
 
 **No cycle of waits.** A direction's thread waits only for the peer's thread of the same direction: an answer is sent
 once a header is matched, and both threads create the communicator right after the first answer. On the GPU a message
-waits for its other side, for the earlier messages of its direction, and for the work that the arrays' streams held when
-it was posted. A thread that makes a stream wait for a message (`wait()`) first waits on the host until the message is
-queued. So work behind this wait is queued later, on every rank and in every direction, and queued work waits only for
-earlier work. tests/gpu/test_nccl_messages_model.py runs this code under every schedule of small programs.
+waits for its other side, for the earlier messages of its direction, and for the work that was queued on the arrays'
+streams when it was posted. A thread that makes a stream wait for a message (`wait()`) first waits on the host until the
+message is queued. So the work behind this wait is queued after the message, on every rank and in every direction. It
+follows that queued work waits only for work that was queued earlier. tests/gpu/test_nccl_messages_model.py runs this
+code under every schedule of small programs.
 
-A message goes through the host if NCCL would reject its two ranks (they share a GPU, or have different versions of
-NCCL); the receiver decides this for each message. An empty message ends with its answer. A message of a rank to itself
-is copied on the GPU.
+A message goes through the host if NCCL would reject the two ranks, because they share a GPU or have different versions
+of NCCL. The receiver decides this for each message. An empty message is complete with its answer. A message of a rank
+to itself is copied on the GPU.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ from .communicator import RankInfo, check_ranks
 from .direction import Direction, NcclMessage
 
 ANSWER, DATA = LARGEST_TAG + 1, LARGEST_TAG + 2
-"""Tags that no user can give: of answers, and of messages that are staged through the host."""
+"""Tags that no user can pass: ANSWER for answers, DATA for messages that are staged through the host."""
 
 MISFIT, NOTHING, STAGED, NCCL = range(1, 5)
-"""Decisions: sizes or dtypes differ; both arrays are empty; move through the host; move by NCCL."""
+"""The receiver's decisions: sizes or dtypes differ; the message is empty; move it through the host; move it by NCCL."""
 
 _HEAD = struct.Struct("<4q")
 
@@ -95,7 +96,7 @@ def blank() -> Array:
 
 
 class NcclMessages:
-    """Messages of GPU arrays; arguments, results and errors are those for host arrays."""
+    """Messages of GPU arrays; arguments, results and errors are as for host arrays (core/backend.py)."""
 
     def __init__(self, carrier: StreamCarrier, library: NcclLibrary) -> None:
         self._group = carrier.group
@@ -103,7 +104,7 @@ class NcclMessages:
         self._staging = Staging(self._group)
         self._staged = StagedMessages(self._group, self._staging)
         self._numbers = itertools.count()
-        self._posted: dict[int, NcclMessage] = {}  # messages that are not claimed
+        self._posted: dict[int, NcclMessage] = {}  # by number, the messages that are not claimed
         self._directions: dict[tuple[int, bool], Direction] = {}
         self._info: RankInfo | None = None
         self._lock = threading.RLock()
@@ -180,7 +181,7 @@ class NcclMessages:
         except FastcollError:
             raise
         except BaseException as error:
-            if not message.has_begun:  # the peer waits for this message
+            if not message.has_begun:  # the group must fail, because the peer waits for this message
                 self._carrier.fail_with(message.describe, error)
             raise
 
@@ -211,7 +212,7 @@ class NcclMessages:
         return self._group.monitor.name(rank)
 
     def _here(self, identity: bytes = b"") -> RankInfo:
-        """Return this rank's info, with a communicator's id."""
+        """Return this rank's RankInfo, with `identity` as the communicator's id."""
         if self._info is None:
             assert self._carrier.own_stream is not None
             gpu = self._carrier.runtime.uuid(self._carrier.own_stream.device)
@@ -271,8 +272,8 @@ class NcclMessages:
             if decision == NCCL:
                 direction.move(message, identity)
             elif decision == STAGED:
-                # This wait for the array's stream is done here, not on the CPU backend's thread, because the stream may
-                # wait for other messages.
+                # Staging waits for the array's stream. It waits on this thread, not on the CPU backend's, because the
+                # stream may wait for other messages.
                 status = message.status and Status()
                 self._go_staged(message, partial(self._staged.irecv, status=status), source)
             else:
