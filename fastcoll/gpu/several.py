@@ -1,10 +1,11 @@
 """Collectives on several arrays of each rank, on GPUs or on the host; see api/multigpu.py.
 
-A rank reduces its arrays, in the order of the list, into scratch memory, makes one ordinary call of its group with the
-result, and distributes the outcome to its arrays. On the host, these local parts run inside the call. On GPUs, the part
-before the group's call is queued on the first array's stream when the call is made. The part after it is queued on the
-stream of the group's carrier, which executes its operations on GPU arrays, or, if the carrier works synchronously, on a
-stream that the host waits for.
+A rank makes one ordinary call of its group, with a *local part* before it and one after it. In a reduction, the first
+part reduces the rank's arrays, in the order of the list, into scratch memory, and the second part copies the result to
+the rank's arrays. On the host, both parts run inside the call. On GPUs, the first part is queued on the first array's
+stream when the call is made. The second part is queued on the stream of the group's carrier (the object that executes
+the group's operations on GPU arrays). A carrier that works synchronously has no such stream; then the host waits for a
+separate one.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _reduced(
 ) -> Any:
     mine = Several(group, tensors, "tensor_list", written)
     total, outputs = mine.room(mine.arrays[0].size), mine.written
-    # On the host, `Mover.fold` has already applied PREMUL_SUM's factor.
+    # On the host `fold` applies PREMUL_SUM's factor, so the group's call must not.
     left = scaled(np.empty(0, total.dtype), op)[1] if mine.on_host else op
 
     def after(mover: Mover) -> None:
@@ -150,8 +151,8 @@ class OnHost:
     def fold(self, out: Array, xs: Sequence[Array], op: ReduceOp) -> None:
         """Reduce `xs`, in their order, into `out`: this rank's contribution to the ranks' reduction.
 
-        For an average this is the sum, which is divided by the number of arrays after the group's call. PREMUL_SUM's
-        factor is applied here; on a GPU the carrier applies it.
+        For AVG this is the sum; it is divided by the number of arrays after the group's call. PREMUL_SUM's factor is
+        applied here; on a GPU the carrier applies it.
 
         Args:
             out: must share no memory with `xs`.
@@ -177,7 +178,7 @@ class OnHost:
 class OnStream(StreamScope):
     """The local parts of a call on one GPU, which must be the current one.
 
-    Later work on the stream may reuse the scratch memory.
+    Later work on the stream may reuse the scratch memory of a part.
     """
 
     def fold(self, out: DeviceArray, xs: Sequence[DeviceArray], op: ReduceOp) -> None:
@@ -209,8 +210,8 @@ class Several:
     """The imported arrays that one rank passes to a call.
 
     Args:
-        indices: indices of the arrays that the call writes (`written`); None: the call writes all arrays, which must
-            not overlap then.
+        indices: indices of the arrays that the call writes (`written`); None: the call writes all arrays, and they must
+            not overlap.
     """
 
     def __init__(
@@ -286,7 +287,7 @@ def check_alike(what: str, items: Sequence[ImportedArray], y: Any, other: str) -
 
 
 class _Ends(OnDevice):
-    """Runs the local part after the call: a carrier treats it as an output, and unpacks it on its stream."""
+    """An output that runs the local part after the call when a carrier unpacks it on the carrier's stream."""
 
     __slots__ = ("_after", "_targets")
 
@@ -302,16 +303,16 @@ class _Ends(OnDevice):
             target.unpack(target.array.stream)
 
     def now(self) -> None:
-        """Run the local part on a stream that the host waits for; packed arrays are not unpacked."""
+        """Run the local part on a stream that the host waits for; `ProcessGroup.run` unpacks packed arrays."""
         device = self.array.device
         with runtime().on(device), waited_stream(runtime(), device) as stream:
             self._after(OnStream(runtime(), device, stream))
 
 
 def _follow(x: DeviceArray, stream: int, other: DeviceArray, other_stream: int) -> None:
-    """Make one array's stream wait for another's.
+    """Make `stream`, on the GPU of x, wait for `other_stream`, on the GPU of `other`.
 
-    Work queued on the first stream from now on waits for the work that the other stream holds now.
+    Work queued on `stream` from now on waits for the work that is queued on `other_stream` now.
     """
     if (x.device, stream) != (other.device, other_stream):
         event = runtime().new_event(other.device)

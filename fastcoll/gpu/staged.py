@@ -1,9 +1,9 @@
 """StagedCarrier: GPU arrays over any CPU backend, through pinned host memory.
 
-A call waits until the arrays' streams have done the work that they held when the call was made. It then copies the
-inputs to the host, executes the operation there by the group's CPU backend, copies the results back, and returns when
-they are on the GPU. An asynchronous call does so on the group's progress thread. A large array is split into segments,
-so that copies and the CPU backend overlap:
+A call waits until the arrays' streams have done the work that was queued on them when the call was made. It then copies
+the inputs to the host, executes the operation there by the group's CPU backend, copies the results back, and returns
+when they are on the GPU. An asynchronous call does all this on the group's progress thread. A large array is split into
+segments, so that copies and the CPU backend overlap:
 
     down   segment k+1 to the host, on one stream
     CPU    segment k, by the group's CPU backend
@@ -98,7 +98,7 @@ class StagedCarrier(DeviceCarrier):
 
     @contextmanager
     def all_or_nothing(self, name: str, arrays: Sequence[DeviceArray]) -> Iterator[None]:
-        """Execute a call, and fail the group if the call ends half-way, because the peers wait for it."""
+        """Run a call in a `with` block; any error but a UsageError fails the group, whose ranks wait for this one."""
         with self.staging.in_use(arrays):
             try:
                 yield
@@ -117,7 +117,7 @@ class StagedCarrier(DeviceCarrier):
         """Return a call on arrays that are copied down and up as if they were one array.
 
         Args:
-            op: the reduction before its inputs are scaled.
+            op: the caller's reduction; `operation.op` is the reduction that remains after `_scale`.
         """
         kind = KINDS[operation.kind].made_of or operation.kind
         arrays = operation.inputs
@@ -240,7 +240,7 @@ def _bytes(arrays: Arrays) -> int:
 
 
 def checked(op: ReduceOp, dtype: np.dtype[Any]) -> ReduceOp:
-    """Return the reduction that the CPU backend executes after `_scale`, or raise its error."""
+    """Return the reduction that remains after `_scale`; raise an error if it is not defined for the dtype."""
     _, plain = scaled(np.empty(0, dtype), op)
     reducer(plain, dtype)
     return plain
@@ -259,8 +259,9 @@ class StagedMessages:
     """Messages of GPU arrays; arguments, results and errors are those for host arrays.
 
     Args of isend and irecv:
-        marks: events that were recorded earlier behind the work that the array's stream held then; None: record them
-            now. With marks, a receive waits for them when it is posted.
+        marks: events that were recorded earlier behind the work that was queued on the array's stream then; None:
+            record them now. A receive with marks waits for them when it is posted; a receive without marks, when it
+            copies the message to the GPU.
     """
 
     def __init__(self, group: ProcessGroup, staging: Staging) -> None:
@@ -276,7 +277,7 @@ class StagedMessages:
         work = self._group.p2p.post_send(ImportedArray(host), dst, tag)
 
         def give(work: Work) -> None:
-            # After an error, channels may still refer to the memory; it is freed with the last reference.
+            # After an error, the backend may still use the memory; it is freed with the last reference.
             if work.is_success():
                 self._staging.pool.give(buffer)
 

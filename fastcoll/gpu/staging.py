@@ -28,7 +28,7 @@ _CLOSE_SECONDS = 5.0
 
 LEAST = 4096
 KEPT = 64 << 20
-"""Bytes that a pool keeps; larger buffers are pinned for one call. Not measured on hardware."""
+"""The most bytes that a pool keeps in free buffers; others are freed after use. An estimate, not measured."""
 
 Marks = list[tuple[int, int]]
 """Pairs of a GPU and an event on it."""
@@ -51,7 +51,7 @@ class CudaEvents:
             return event
 
     def give(self, device: int, events: Sequence[int]) -> None:
-        """Accept events that are no longer in use."""
+        """Take back events that are no longer in use."""
         self._free[device].extend(events)
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class Staging:
     # ---- when arrays are ready -----------------------------------------------------------------------
 
     def mark(self, arrays: Sequence[DeviceArray]) -> Marks:
-        """Record events behind the work that the arrays' streams hold now; for `await_marks`.
+        """Record events behind the work that is queued on the arrays' streams now; for `await_marks`.
 
         Must run in the thread that uses these streams.
         """
@@ -191,7 +191,7 @@ class Staging:
     def in_use(self, arrays: Sequence[DeviceArray]) -> Iterator[None]:
         """Keep the streams alive, and the arrays' GPU current, for the duration of a `with` block.
 
-        In a thread that has not chosen a GPU, CUDA would otherwise create a context on GPU 0, of some 300 MB.
+        If no GPU is current in a thread, CUDA creates a context of some 300 MB on GPU 0.
         """
         with self._changed:
             if self._closed:

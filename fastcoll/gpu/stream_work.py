@@ -1,9 +1,10 @@
 """StreamWork, the handle of work on a GPU; OwnStream, a stream; Watcher, a thread.
 
 A StreamWork ends when its event is complete. Until then it keeps alive the memory that the GPU uses. Any thread may
-query the event, but only the Watcher's thread completes a StreamWork and runs its callbacks; if the group fails, the
-thread that fails it does so. The Watcher also checks whether the outstanding Works can still end: it looks for dead
-peers, errors and a passed deadline. Its thread starts with the first Work and ends some seconds after the last one.
+query the event, but only the Watcher's thread completes a StreamWork and runs its callbacks. There is one exception: if
+the group fails, the thread that fails the group does this. The Watcher also checks whether the outstanding Works can
+still end: it looks for dead peers, errors and a passed deadline. Its thread starts with the first Work and ends some
+seconds after the last one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .device_array import DeviceArray, current_stream
 _ASK = 0.0005
 """Seconds between two polls by a thread that waits for the GPU."""
 _NAP, _LONG_NAP = 0.0005, 0.01
-"""Seconds between two polls of the events: while the oldest Work is younger than _YOUNG, and later."""
+"""Seconds between two polls of the events: _NAP until the oldest Work is _YOUNG seconds old, then _LONG_NAP."""
 _YOUNG = 0.1
 _LOOK = 0.05
 """Seconds between two checks for dead peers and errors, as elsewhere (core/monitor.py)."""
@@ -68,7 +69,7 @@ class OwnStream:
             event = self.event()
             self.runtime.record(event, stream)
             self.runtime.order(self.stream, event)
-            self.put_back(event)  # can be recorded anew: `order` refers to the latest record before it
+            self.put_back(event)  # can be recorded again at once: `order` waits for the last record before it
 
     def end(self, failed: bool = False) -> None:
         """Destroy the stream and the events; the GPU completes queued work first.
@@ -86,7 +87,7 @@ class OwnStream:
 class StreamWork(Work):
     """A Work that ends on a GPU.
 
-    `wait()` makes the libraries' current streams wait for the result; the host does not wait.
+    `wait()` makes the current streams of the arrays' libraries wait for the result; the host does not wait.
 
     Args:
         judge: is called when the GPU has finished the work, before the Work reports completion; it may fail the group.
@@ -112,7 +113,7 @@ class StreamWork(Work):
         self._result: Any = None
 
     def wait(self, timeout: Timeout = None) -> bool:
-        """Make the libraries' current streams wait for the result; with a timeout, block the host.
+        """Make the current streams of the arrays' libraries wait for the result; with a timeout, block the host.
 
         Args:
             timeout: seconds or timedelta; None: the host does not wait. If the operation fails later, the next call on
@@ -139,7 +140,7 @@ class StreamWork(Work):
         return True
 
     def _order(self) -> None:
-        """Make those streams wait on which the arrays' libraries may use the arrays next."""
+        """Make the streams wait on which the arrays' libraries are expected to use the arrays next."""
         with self._event_in_use() as event:
             if event is not None:
                 # A packed copy's owner is a tuple: the copy's memory and the caller's array. If the library is unknown,
@@ -164,7 +165,7 @@ class StreamWork(Work):
         return self.is_completed() and self.error is None
 
     def queued(self, own: OwnStream, event: int, kept: Any, error: BaseException | None) -> None:
-        """Store the event that was recorded behind the queued work, or, after an error, behind a part of it.
+        """Store the event that was recorded behind the queued work; after an error, behind the part that was queued.
 
         `kept` stays alive until the event is complete.
         """
@@ -172,7 +173,7 @@ class StreamWork(Work):
 
     @contextmanager
     def _event_in_use(self) -> Iterator[int | None]:
-        """Yield the event with its GPU current, and keep it from being reused meanwhile.
+        """Yield the event, with its GPU as the current one, and keep it from being reused during the `with` block.
 
         Yields None if the event is not recorded yet, or has been given back. Calls of CUDA may block, so they run
         without the lock, which the watcher needs.
@@ -218,7 +219,8 @@ class StreamWork(Work):
         with self._condition:
             if self._settled:
                 return
-            # Set the error now: another thread may see the event complete before `complete` has run in this one.
+            # Set the error first, because another thread may find the event complete before `complete` has run in this
+            # one.
             self._settled, self.error = True, error
         self.complete(self._result, error)
 
@@ -230,7 +232,7 @@ class Watcher:
         timeout: returns the seconds that a Work may take after the Works before it have ended.
         look: gets the oldest Work's description, and returns the error that makes waiting useless, or None. An error
             counts only if a second check returns one too, because the Work may end in between.
-        fail: fails the group, and by `break_off` all outstanding Works.
+        fail: fails the group, and completes all outstanding Works with the error (`break_off`).
     """
 
     def __init__(
@@ -249,7 +251,7 @@ class Watcher:
 
     @property
     def outstanding(self) -> int:
-        """The number of Works that have not ended on the GPU."""
+        """The number of Works that the GPU has not finished."""
         return len(self._works)
 
     def add(self, work: StreamWork) -> None:

@@ -10,10 +10,10 @@ steps:
     outputs       packed ones are unpacked on this stream
     event         is recorded last; the StreamWork ends with it, and makes the arrays' streams wait for it
 
-An error of `work` fails the group, because the peers wait for this rank; `prepare` fails it for errors that the peers
-do not see themselves. Only a UsageError does not fail the group: all ranks must raise the same one. The watcher, a
-thread (stream_work.py), fails the group (`fail`, which notifies the peers) when a peer is dead, when a call takes
-longer than the group's timeout, or when `trouble` returns an error; then `break_off` is called.
+An error in `work` fails the group, because the peers wait for this rank. An error in `prepare` fails the group if the
+peers do not see the error themselves. A UsageError never fails the group: all ranks must raise the same one. The
+watcher is a thread (stream_work.py). It fails the group when a peer is dead, when a call takes longer than the group's
+timeout, or when `trouble` returns an error. For this it calls `fail`, which notifies the peers and calls `break_off`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _name = cache(str)  # the name of a dtype; NumPy takes 5 us to make it
 class Compared(NamedTuple):
     """The values of a call that the ranks compare.
 
-    `call` and `shape` are as in core/signature.py. `gives` and `takes` are the bytes sent to and received from each
-    rank, -1 where there is no message; they are empty if `shape` suffices.
+    `call` and `shape` are as in core/signature.py. `gives` and `takes` have, for each rank, the bytes sent to it and
+    received from it, or -1 if there is no message. They are empty if comparing `shape` suffices.
     """
 
     call: int
@@ -122,8 +122,8 @@ class StreamScope:
     ) -> list[DeviceArray]:
         """Return the inputs, with copies in place of those that share memory with an output.
 
-        An input may stay in place where an output begins at the same address, if each of the two is either the only one
-        or this rank's own.
+        An input that begins at the same address as an output is not copied if each of the two is either the only one or
+        this rank's own (the one with index `rank`).
         """
 
         def extent(arrays: Sequence[DeviceArray]) -> tuple[int, int]:
@@ -143,7 +143,7 @@ class StreamScope:
         return [self.copied([x]) if clashes(k, x) else x for k, x in enumerate(ins)]
 
     def as_one(self, operation: Operation, size: int) -> tuple[Operation, Callable[[], None]]:
-        """Turn an all_reduce or a coalesced operation into one on single arrays, with scaled input.
+        """Turn an all_reduce or a coalesced operation into one with a single flat input, which is scaled.
 
         Returns:
             the operation, and a function that copies its results to the original outputs.
@@ -229,7 +229,7 @@ class StreamCarrier(DeviceCarrier):
         self.group = group
         self.runtime = runtime()
         self.watcher = Watcher(group.name, lambda: group.timeout, self.look, self.fail)
-        self.own_stream: OwnStream | None = None  # its stream; None before the first array
+        self.own_stream: OwnStream | None = None  # the carrier's stream; None before the first array
         self.broken = False  # the group has failed, and work on the GPU was cancelled
         self._own_stream_lock = threading.Lock()
         self._queue_lock = threading.RLock()
@@ -279,7 +279,7 @@ class StreamCarrier(DeviceCarrier):
     def own(self, arrays: Sequence[DeviceArray]) -> OwnStream:
         """Return the carrier's stream; the first arrays determine its GPU."""
         device = self._device_of(arrays)
-        with self._own_stream_lock:  # messages also come here, without `in_turn`
+        with self._own_stream_lock:  # because messages call this without `in_turn`
             if self.own_stream is None:
                 self.own_stream = OwnStream(self.runtime, device)
             return self.own_stream
@@ -292,7 +292,7 @@ class StreamCarrier(DeviceCarrier):
 
     @contextmanager
     def in_turn(self, name: str) -> Iterator[None]:
-        """Let one thread at a time queue a call; raise an error if a signal handler calls meanwhile."""
+        """Let one thread at a time queue a call; raise UsageError in a signal handler that has interrupted it."""
         self.watcher.await_room()
         self.group.gate.check_usable()  # the group may have failed during the wait
         with self._queue_lock:
@@ -321,7 +321,7 @@ class StreamCarrier(DeviceCarrier):
                 error = problem
                 raise
             finally:
-                # After an error, the part that was queued still uses memory.
+                # Also after an error, because the part that was queued still uses memory.
                 for work in works:
                     event = own.event()
                     own.runtime.record(event, own.stream)

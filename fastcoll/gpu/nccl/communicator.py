@@ -5,7 +5,7 @@ which rank uses which GPU (RankInfo).
 
     begun -> ready -> (grouped -> ready)* -> ended | aborted
 
-While a call is in progress, the host polls its state, and calls `look` between two polls, which may raise an error. All
+While a call is in progress, the host polls its state. Between two polls it calls `look`, which may raise an error. All
 calls inside a `group()` block are one NCCL operation: they start together, and none waits for another. Any thread may
 call `trouble` or `abort`. After an abort, this object calls no NCCL function on its communicator.
 """
