@@ -4,8 +4,8 @@ A rank makes one ordinary call of its group, with a *local part* before it and o
 part reduces the rank's arrays, in the order of the list, into scratch memory, and the second part copies the result to
 the rank's arrays. On the host, both parts run inside the call. On GPUs, the first part is queued on the first array's
 stream when the call is made. The second part is queued on the stream of the group's carrier (the object that executes
-the group's operations on GPU arrays). A carrier that works synchronously has no such stream; then the host waits for a
-separate one.
+the group's operations on GPU arrays). A carrier that works synchronously has no such stream. With such a carrier, the
+second part is queued on a new stream, and the host waits for it.
 """
 
 from __future__ import annotations

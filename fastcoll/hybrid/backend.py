@@ -3,11 +3,11 @@
 It consists of a TcpBackend of all ranks and two internal groups:
 
     local    the ranks of this node, in shared memory
-    rail     the ranks with the same local rank on every node, over TCP or, by FASTCOLL_BETWEEN_NODES, over MPI; each
-             rail moves one block of the data
+    rail     the ranks with the same local rank on every node, over TCP, or over MPI if FASTCOLL_BETWEEN_NODES is
+             mpi; each rail moves one block of the data
 
 Every call begins with a meeting of all ranks over TCP, which finds mismatches and missing ranks as in any group over
-TCP. A small call is complete after that. A large call then runs in the internal groups.
+TCP. The TcpBackend then also moves the data of a small call. The internal groups move the data of a large call.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ from ..store import PrefixStore, Store
 from ..system.processes import Member, Topology
 
 DIRECT = 512 << 10
-"""Bytes up to which groups of at most MEET_RANKS ranks use TCP between all ranks. all_reduce on two hosts of two ranks,
-through the nodes and by TCP alone: 256 KiB 480 us and 370 us, 1 MiB 1.15 ms and 1.36 ms (one core a host, AMD EPYC)."""
+"""Bytes up to which groups of at most MEET_RANKS ranks use TCP between all ranks. On two hosts with two ranks each (one
+core per host, AMD EPYC), an all_reduce of 256 KiB takes 480 us by the internal groups and 370 us by TCP between all
+ranks; one of 1 MiB takes 1.15 ms and 1.36 ms."""
 SMALL = 64 << 10
-"""Bytes up to which one rank of each node exchanges the data for its node, in larger groups: for less data, dividing it
-among rails saves less than the latency of a round."""
+"""In groups of more than MEET_RANKS ranks: bytes up to which only one rank of each node exchanges data with other
+nodes. If so little data is divided among the rails, this saves less time than the additional round takes."""
 SEGMENT = 8 << 20
-"""Bytes of a rail's block that are sent while the next segment is reduced in shared memory. 64 MiB on the same two
-hosts: 93 ms with 1 MiB, 65 ms with 16 MiB. If each rank has a core of its own, smaller segments overlap more."""
+"""Bytes of a rail's block that are sent while the next segment is reduced in shared memory. On the same two hosts, an
+all_reduce of 64 MiB takes 93 ms with 1 MiB here, and 65 ms with 16 MiB. If each rank has a core of its own, smaller
+segments overlap more."""
 # How long a rank whose call has failed waits for the monitor to find the dead rank.
 _REASON_SECONDS = 1.0
 
@@ -108,10 +110,10 @@ class HybridBackend(Backend):
         except BaseException as error:
             failure: BaseException = error
             if everyone is not None and isinstance(error, PeerDiedError | StoreError):
-                # An internal group knows only its own ranks. If one of these has ended, it may have failed before, and
-                # have published the reason to all ranks.
+                # An internal group knows only its own ranks. If one of these ranks has ended, that rank may have failed
+                # before, and have published the reason to all ranks of `everyone`.
                 failure = everyone.monitor.decide([], f"making the group {name}") or error
-            for index in range(topology.rails):  # a rank that is making a rail checks only the rail's store
+            for index in range(topology.rails):  # a rank that is making a rail checks only that rail's store
                 GroupMeeting(PrefixStore(f"rail{index}", store), members, rank, timeout, name).tell(failure)
             if everyone is not None:
                 why = f"{members[rank]} could not make the group {name}: {str(error) or type(error).__name__}"
@@ -154,7 +156,7 @@ class HybridBackend(Backend):
         near = short_cuts(group, self.messages, self._near.pipe.address, MESSAGES, ranks.__getitem__)
 
         def local_rank_of(peer: Any, tag: Any) -> int | None:
-            """Return a peer's rank in the local group; None: it is on another node, or this is not a plain call."""
+            """Return a peer's rank in the local group; None if it is on another node, or the arguments are unusual."""
             plain = type(peer) is int and type(tag) is int and 0 <= tag <= LARGEST_TAG
             return local_ranks.get(peer) if plain else None
 
@@ -193,7 +195,8 @@ class HybridBackend(Backend):
                 if not isinstance(error, GroupError):
                     self._everyone.interrupted(error, doing)
                     raise
-                # The error of an internal group names the rank that left it; the monitor of all ranks has the reason.
+                # The error of an internal group names the rank that left this group; the monitor of all ranks knows why
+                # it left.
                 deadline = time.monotonic() + _REASON_SECONDS
                 while (found := self.monitor.decide([], doing)) is None and time.monotonic() < deadline:
                     time.sleep(0.01)
@@ -206,14 +209,14 @@ class HybridBackend(Backend):
         return call
 
     def _goes_through_nodes(self, operation: Operation) -> bool:
-        """Whether the internal groups carry out an operation after the meeting; if not, TCP between all ranks does."""
+        """Return whether the internal groups carry out an operation; if not, TCP between all ranks does."""
         kind, outputs, inputs, op, _, _ = operation
         if kind not in _ALGORITHMS:
             return False
         sizes = [x.nbytes for x in (inputs if KINDS[kind].gives_blocks else outputs)]
         if max(sizes) <= self._direct:
             return False
-        # A user's function must be applied in rank order.
+        # A user's function must be applied in rank order. For the internal groups, this is also the order of the nodes.
         if op is not None and op.function is not None and not self._topology.in_order:
             return False
         if not KINDS[kind].has_blocks:
@@ -278,7 +281,7 @@ class HybridBackend(Backend):
                 outs[rank].reshape(-1)[...] = everything[index, number]
 
     def _reduce_by_rails(self, x: Array, op: ReduceOp) -> None:
-        """Reduce segment by segment; each rail reduces one block of it, while the node reduces the next segment."""
+        """Reduce x segment by segment: the rails reduce the blocks of a segment while the node reduces the next one."""
         before: tuple[list[Array], Work | None] | None = None
         rails = self._topology.rails
         segments = cut(x.reshape(-1), max(rails, rails * SEGMENT // x.itemsize))
@@ -325,7 +328,7 @@ class HybridBackend(Backend):
             group.abort(str(self.gate.failure))
 
     def close(self, reason: GroupError | None) -> None:
-        self.messages.close(reason)  # before the segment is unmapped, which its messages use
+        self.messages.close(reason)  # first, because messages use the memory that closing `local` unmaps
         for group in self._groups:
             group.close(self.monitor.exit_reason)
         self._everyone.close(reason)

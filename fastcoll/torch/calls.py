@@ -19,7 +19,8 @@ from .work import DoneWork, PendingWork
 Tensors = list[torch.Tensor]
 _T = TypeVar("_T")
 
-# Keys are torch's ReduceOp objects, which options hold: `RedOpType == ReduceOp` is False, though the reverse is True.
+# The keys are ReduceOp objects, as in torch's options. Members of RedOpType would not serve as keys, because `RedOpType
+# == ReduceOp` is False, although `ReduceOp == RedOpType` is True.
 _OPS: dict[Any, ReduceOp] = {
     dist.ReduceOp(getattr(dist.ReduceOp, name)): getattr(ReduceOp, name)
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
@@ -38,7 +39,8 @@ def options(
 ) -> Any:
     """Return a call's options as torch's type `kind`.
 
-    A short form of a call has op, root and timeout instead of options, by name or recognised by their types.
+    The short form of a call has op, root and timeout instead of options. They are passed by name, or by position in any
+    order; then their types tell which is which.
     """
     values = {"reduceOp": op, "rootRank": root, "timeout": timeout}
     for value in (*short, opts):
@@ -71,7 +73,7 @@ class _Collective:
 
 
 def _notify_modes(name: str) -> None:
-    """Notify modes that count collectives (CommDebugMode), because this call bypasses torch's dispatcher."""
+    """Notify dispatch modes that count collectives (CommDebugMode), because this call bypasses torch's dispatcher."""
     if _len_torch_dispatch_stack():
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -93,7 +95,7 @@ def recorded(call: Callable[..., _T]) -> Callable[..., _T]:
 
 
 def run(name: str, opts: Any, tensors: Tensors, call: Callable[..., Work | None], *args: Any) -> DoneWork:
-    """Carry out an operation, whose name in torch's dispatcher is `name`; its results are in `tensors`."""
+    """Carry out an operation. `name` is its name in torch's dispatcher; `tensors` will hold its results."""
     _notify_modes(name)
     if profiler._is_profiler_enabled:
         call = recorded(call)

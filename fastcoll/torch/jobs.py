@@ -32,7 +32,7 @@ from .work import completions
 
 _log = logging.getLogger("fastcoll")
 _SETTLE_SECONDS = 5.0
-# For each group the name of the current start (`meet_anew`); empty if torchrun has not started the ranks.
+# For each group, the name of the start of the ranks in which it was made (`meet_anew`); empty without torchrun.
 _starts: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
 
 
@@ -54,7 +54,7 @@ def make_group(
         global_ranks: the members' global ranks, in the order of group ranks; empty: global and group ranks are
             the same.
         world_size: the number of ranks of the job.
-        parent: a group that contains all members, so that they need not exchange addresses; or None.
+        parent: a group that contains all members, so that they need not exchange addresses again; or None.
     """
     config.check()
     _watch_ends()
@@ -85,7 +85,7 @@ def make_group(
         ) from error
     _starts[group] = start
     group.gpus.serve(refuse_gpus)
-    group.backend.begin_at_once()  # because computation that overlaps with the calls needs the cores
+    group.backend.begin_at_once()  # torch's programs compute during asynchronous calls, on all cores
     return group
 
 
@@ -131,8 +131,8 @@ def _prefixed_store(
     if dist.is_torchelastic_launched():
         start = start or meet_anew(prefixed, rank, size, timeout)
         prefixed = PrefixStore(start, prefixed)
-    # Each process counts its groups itself. So two processes that claim one rank have the same keys, meet, and both get
-    # an error.
+    # Each process has its own counter of groups. So if two processes claim the same rank, both use the same keys, meet,
+    # and get an error.
     me = this_process()
     use = prefixed.add(f"use/{rank}/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
     return PrefixStore(str(use), prefixed), start
@@ -142,12 +142,13 @@ def meet_anew(store: Store, rank: int, size: int, timeout: float) -> str:
     """Return a name that all ranks of this start share and that no earlier start had; collective.
 
     torchrun restarts all ranks after a failure or a change of members, and its store keeps the keys of earlier starts.
-    No variable that it sets is both new and the same on all ranks, because the agents of several nodes count restarts
-    separately. So for each start rank 0 makes a *meeting*: it publishes a new name, and waits until all other ranks
-    have joined under this name. A group with a parent uses the parent's name and needs no meeting.
+    No environment variable that torchrun sets is both new in each start and the same on all ranks, because the agents
+    of several nodes count restarts separately. So for each start rank 0 makes a *meeting*: it publishes a new name, and
+    waits until all other ranks have joined under this name. A group with a parent uses the parent's name and needs no
+    meeting.
 
         meeting             the name of the latest meeting; rank 0 sets it
-        <name>/here/<rank>  a counter: the process that makes it 1 joins the meeting as this rank
+        <name>/here/<rank>  a counter: the process that raises it to 1 joins the meeting as this rank
         <name>/met          set when all ranks have joined
 
     Raises:

@@ -1,10 +1,11 @@
 """fastcoll's functions in graphs of torch.compile: operators of torch, and the functions that Dynamo traces.
 
 Dynamo traces the functions at the end of this file instead of the public ones (traced.py). Each operator takes the
-tensors that its call writes, and those that it only reads. It returns new tensors, which are copied back, so that
-torch's functionalization and Inductor see every read and write. If a tensor's old content is not read, Inductor
-replaces the operator by its in-place variant, which writes into the tensor. All operators have one ordered effect. So
-no pass removes an operator or reorders two operators; otherwise ranks whose graphs differ could deadlock.
+tensors that its call writes, and those that it only reads. It returns new tensors, and `_put` copies them to the
+tensors that the call writes. So torch's functionalization and Inductor see every read and write. If the old content of
+a written tensor is not read later, Inductor replaces the operator by its in-place variant, which writes into the
+tensor. All operators have the same ordered effect (torch's _EffectType.ORDERED). So no pass removes an operator or
+reorders two operators; otherwise ranks whose graphs differ could deadlock.
 
 Derivatives are those of torch's functional collectives: the derivative of a sum over ranks is the sum of the ranks'
 derivatives. torch has them for SUM only; these operators have them for SUM and AVG.
@@ -39,7 +40,7 @@ def _splits(n: Sequence[int]) -> Sequence[Any]:
 
 
 def _collective(method: str) -> _Call:
-    """Return the function of a collective's operator; off the root it passes None for the root's tensors."""
+    """Return the function of a collective's operator; on other ranks it passes None for the root's tensors."""
     kind, is_list = KINDS[METHODS[method]], not method.endswith("_single")
 
     def call(g: ProcessGroup, outs: Any, given: Any, op: Any, n: Any) -> object:
@@ -84,7 +85,7 @@ def _operator(kind: str) -> Any:
 
 
 def _group(name: str) -> ProcessGroup:
-    """Find a group by its name, because graphs outlive groups and are kept in files; "" is the current world."""
+    """Find a group by its name, because graphs outlive groups and are kept in files; "" means the current world."""
     if not name:
         return groups.world
     found = [group for group in (*groups.backends, *groups.standalone) if group.name == name]
@@ -121,7 +122,7 @@ def _define(library: torch.library.Library, kind: str, call: _Call) -> None:
             of_outs = _derive_in_place(kind, grads, ctx.op, ctx.n, ctx.group)
         else:
             of_given = _derive_moved(kind, of_given, grads, ctx.op, ctx.n, ctx.group)
-        return of_outs, of_given, None, None if ctx.n else [], None  # []: for torch an empty list is a tree
+        return of_outs, of_given, None, None if ctx.n else [], None  # for an empty list, torch wants [] here
 
     library.define(kind + _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(kind, run, "CompositeExplicitAutograd")
@@ -171,7 +172,7 @@ def _refuse(kind: str, op: str) -> NoReturn:
 
 
 def _define_in_place(library: torch.library.Library, kind: str, call: _Call) -> None:
-    """Define the variant that writes into `outs`; Inductor's reinplacing pass handles operators with effects."""
+    """Define the variant that writes into `outs`, and let Inductor's reinplacing pass replace the operator by it."""
 
     def run(outs: Tensors, given: Tensors, op: str, n: Sequence[int], group: str) -> None:
         call(_group(group), outs, given, getattr(ReduceOp, op), n)
@@ -195,7 +196,7 @@ for _kind, _call in _CALLS.items():
 
 
 def _graph_break(reason: str) -> Callable[..., NoReturn]:
-    """Return a function that breaks the graph for this reason; the call is then made outside of the graph."""
+    """Return a function that breaks the graph for this reason; fastcoll's call is then made outside of the graph."""
 
     def break_graph(*args: Any) -> NoReturn:
         raise UnavailableError(reason)
@@ -283,7 +284,7 @@ def _all_to_all_single(arguments: dict[str, Any]) -> Any:
 def _barrier(arguments: dict[str, Any]) -> Any:
     if arguments["device_ids"] is not None or arguments["timeout"] is not None:
         return _no_timeout()
-    return _put("barrier", (), [torch.empty(0)], arguments)  # Inductor asks the tensors for a device
+    return _put("barrier", (), [torch.empty(0)], arguments)  # Inductor needs a tensor to find a call's device
 
 
 def _recv(arguments: dict[str, Any]) -> Any:

@@ -1,14 +1,14 @@
 """The process group that torch uses; a group of fastcoll carries out its operations.
 
-It subclasses torch's ProcessGroup, not its Backend. Up to 2.13 Python cannot subclass Backend. In later releases C++
-wraps the Works of a Python Backend in Works of its own, whose `is_completed` is always False and which have no source
-rank. A ProcessGroup replaces all backends that were asked for together, so no other backend serves CUDA tensors in its
-group.
+The class is a subclass of torch's ProcessGroup, not of its Backend. Up to torch 2.13 Python code cannot subclass
+Backend. In later releases C++ wraps the Works of a Backend in Python in Works of its own, whose `is_completed` is
+always False and which have no source rank. A ProcessGroup in Python replaces all backends that were requested for its
+group. So no other backend serves CUDA tensors in this group.
 
-The methods have the names that torch uses since 2.13, and take the same arguments as the methods of groups in C++.
-These are torch's options or, in the short form, `op`, `root` and `timeout`, also by position; the short form takes a
-tensor instead of a list of one tensor. A call with opts.asyncOp may run on the group's progress thread, and overlaps
-with the caller's computation; C++ (DDP's reducer, functional collectives) always sets asyncOp. In a call without it,
+The methods have the names that torch uses since 2.13, and take the same arguments as the methods of process groups in
+C++: torch's options or, in the short form, `op`, `root` and `timeout`, by name or by position. In the short form, a
+tensor replaces a list of one tensor. A call with opts.asyncOp may run on the group's progress thread, and overlaps with
+the caller's computation; C++ (DDP's reducer, functional collectives) always sets asyncOp. In a call without asyncOp,
 such as `dist.all_reduce(x)`, the operation is complete when the call returns.
 """
 
@@ -30,7 +30,7 @@ from .jobs import leave_group, make_group, refuse_gpus, refuse_options
 from .sparse import all_reduce_sparse
 from .work import DoneWork, PendingWork
 
-_GROUPS_OWN = timedelta(milliseconds=-1)  # in C++: "the group's timeout"
+_GROUPS_OWN = timedelta(milliseconds=-1)  # C++ passes it for "the group's timeout"
 
 
 def gloos_sentence(rank: int, missing: Sequence[int], limit: float, all_of_them: bool) -> str:
@@ -48,7 +48,7 @@ def gloos_sentence(rank: int, missing: Sequence[int], limit: float, all_of_them:
 
 
 def _lacks(name: str, cure: str) -> Any:
-    """Return a method that refuses the call, in place of a method that torch's own backends have."""
+    """Return a method that refuses every call, for a method that torch's own backends have and fastcoll lacks."""
 
     def refuse(self: FastcollProcessGroup, *args: Any, **options: Any) -> NoReturn:
         raise UnavailableError(f"{name}: a group of fastcoll does not have it; {cure}")
@@ -57,7 +57,7 @@ def _lacks(name: str, cure: str) -> Any:
 
 
 class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
-    """A process group of torch over a group of fastcoll, the attribute `fastcoll`.
+    """A process group of torch over a group of fastcoll, which is the attribute `fastcoll`.
 
     Operations return a Work, and raise fastcoll's errors. `opts` are torch's options of each operation, None for the
     defaults; ranks are group ranks. `store` is torch's store for this group.
@@ -175,7 +175,7 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return DoneWork([])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Synchronise all ranks; the error names every missing rank, after Gloo's text, which callers match on.
+        """Synchronise all ranks; an error has Gloo's text, which callers match on, and names every missing rank.
 
         torch.distributed.monitored_barrier calls this method only if the backend is named gloo; otherwise call it on
         the group.
@@ -216,7 +216,7 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> FastcollProcessGroup | None:
-        """Make a group of these members, ranked by their order in the list; None on other ranks, which need not call.
+        """Make a group of `new_ranks`, in their order; return None on other ranks, which need not make this call.
 
         torch.distributed.split_group calls this method; before torch 2.15, only with an accelerator.
         """
@@ -296,9 +296,9 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # From 2.15 on, if a group has devices while torch creates it, torch may attach a flight recorder, which needs a
-        # group in C++. So a group has no devices until it is created. A group made by split_group must have them at
-        # once; registration.py excludes it from recorders.
+        # From torch 2.15 on, if a group has devices while torch creates it, torch may attach a flight recorder, which
+        # needs a group in C++. So a group has no devices until it is created. A group that split_group makes must have
+        # its device at once; registration.py excludes it from flight recorders.
         is_made = self._is_split or self in dist.distributed_c10d._world.pg_map
         return [torch.device("cpu")] if is_made else []
 

@@ -37,7 +37,7 @@ def register() -> None:
     """
     if not dist.is_available():
         raise UnavailableError("this torch was built without torch.distributed; install another build of it")
-    if not hasattr(dist, "gather_single"):  # releases that have it find our method themselves
+    if not hasattr(dist, "gather_single"):  # releases with gather_single call our method themselves
         _kept.append(torch.library.Library("_c10d_functional", "IMPL", "CPU"))
         _kept[0].impl("all_gather_into_tensor_out", _all_gather_into_tensor_out)
     # torch 2.15 attaches its flight recorder, which needs groups in C++, to all backends except those in this set;
@@ -57,7 +57,7 @@ def register() -> None:
 
 
 def is_alone_under_accelerate(environ: Mapping[str, str]) -> bool:
-    """Whether `accelerate launch` was asked for several processes but started one, which silently trains alone.
+    """Whether `accelerate launch` was asked for several processes but started only one, which trains alone.
 
     Accelerate sets MASTER_ADDR only if it was asked for several processes, and does not set their ranks. If it starts
     the processes with mpirun, mpirun sets the ranks.
@@ -80,7 +80,7 @@ def says_more_ranks(environ: Mapping[str, str]) -> str:
 
 
 def _be_default(for_gloo: bool) -> None:
-    """Make fastcoll the default for CPU tensors, or the replacement of gloo in groups that have gloo only.
+    """Make fastcoll the default for CPU tensors or, if `for_gloo`, the replacement of gloo in groups of gloo only.
 
     A group with NCCL and Gloo keeps both, because a process group written in Python replaces all backends of its group.
     """

@@ -25,7 +25,7 @@ def all_reduce_sparse(
     """Sum sparse COO tensors of one shape and dtype over all ranks, in place; the result is coalesced.
 
     Raises:
-        UnavailableError: another operation than SUM, or another device than the CPU.
+        UnavailableError: the operation is not SUM, or the tensor is not on the CPU.
         MismatchError: the ranks' tensors differ in shape, dtype or number of sparse dimensions.
     """
     if op is not ReduceOp.SUM:

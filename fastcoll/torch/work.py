@@ -1,7 +1,8 @@
 """torch's Work, implemented by fastcoll's Works.
 
 C++ (DDP, functional collectives) calls only `wait` and `get_future`. An error must reach a future by a callback that
-raises it, because Future.set_exception makes DDP crash, and other C++ code then takes the failure for a success.
+raises the error. Future.set_exception would make DDP crash, and would make other C++ code take the failure for a
+success.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class Completions:
         self.start_anew()
 
     def start_anew(self) -> None:
-        """Reset the state in a child of fork, which has none of the threads."""
+        """Set the initial state; also in a child of fork, which has none of the threads."""
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._idle = 0
