@@ -104,7 +104,7 @@ class FastcollGroup(BaseGroup):  # type: ignore[misc]
 def _only(name: str, given: Any) -> Any:
     if len(given) != 1:
         raise UnavailableError(
-            f"{name}_multigpu: a process has {len(given)} arrays, but one in a group of fastcoll; make a group with "
+            f"{name}_multigpu: a process has {len(given)} arrays, and a group of fastcoll takes one; make a group with "
             "the backend 'nccl', or give each GPU an actor"
         )
     return given[0]
@@ -119,7 +119,7 @@ def _refuse_gpu_indices(name: str, options: Any) -> None:
     """Refuse the arguments that only send_multigpu and recv_multigpu have."""
     if any(getattr(options, each, 0) for each in ("dst_gpu_index", "src_gpu_index", "n_elements")):
         raise UnavailableError(
-            f"{name}_multigpu: a group of fastcoll knows neither GPUs of a rank nor n_elements; give a part of the "
+            f"{name}_multigpu: a group of fastcoll takes neither GPU indices nor n_elements; give a part of the "
             f"array to {name}"
         )
 

@@ -1,20 +1,23 @@
 """AutoCarrier, and the rules by which it chooses the carrier of GPU arrays.
 
-A carrier executes a group's operations on GPU arrays:
+A carrier executes a group's operations on GPU arrays; `gpu/__init__.py` lists the carriers. The choice depends on the
+group's backend and on what is true of its ranks:
 
 | backend       | the ranks                                                      | carrier |
 |---------------|----------------------------------------------------------------|---------|
 | nccl          | any                                                            | NCCL    |
-| shm, auto     | on one node, each can map the memory of all others' GPUs       | IPC     |
-| shm, auto     | otherwise, each with a GPU of its own, and all with NCCL       | NCCL    |
+| shm, auto     | all on one node; each can map the memory of all others' GPUs   | IPC     |
+| shm, auto     | otherwise: each has a GPU of its own, and can use NCCL         | NCCL    |
 | shm, auto     | otherwise                                                      | staging |
-| mpi           | each with an MPI library that is CUDA-aware                    | MPI     |
-| mpi, others   | otherwise                                                      | staging |
+| mpi           | each has an MPI library that is CUDA-aware                     | MPI     |
+| mpi           | otherwise                                                      | staging |
+| others        | any                                                            | staging |
 
 A rank knows its GPU only when it has an array. So with shm and auto the first collective call on GPU arrays begins with
 an exchange over the CPU backend. This first call, and every call made before it has ended, blocks the host until the
-result of the call is on the GPU. Later calls behave as the chosen carrier's calls do. Messages are always staged
-through the host: a message does not involve all ranks, so a sender cannot know whether its peer has chosen a carrier.
+result of the call is on the GPU. Later calls behave as the chosen carrier's calls do. With these backends, messages are
+always staged through the host: a message does not involve all ranks, so a sender cannot know whether its peer has
+chosen a carrier.
 """
 
 from __future__ import annotations
@@ -112,7 +115,7 @@ class AutoCarrier(DeviceCarrier):
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._staged = StagedCarrier(group)
-        self._carriers: list[DeviceCarrier] = [self._staged]  # each carrier precedes those that it uses
+        self._carriers: list[DeviceCarrier] = [self._staged]  # in the order in which they are closed
         self.messages = self._staged.messages
         self.chosen: DeviceCarrier | None = None
         self._lock = threading.Lock()
@@ -132,7 +135,7 @@ class AutoCarrier(DeviceCarrier):
                 self._staged.staging.await_marks(marks, name)
                 planned = chosen.plan(operation, timeout)
                 if isinstance(planned, StreamCall):
-                    planned.start(name, ()).join()  # this code may run on the progress thread
+                    planned.start(name, ()).join()  # blocks: this may run on the progress thread
                 else:
                     planned()
 

@@ -1,6 +1,6 @@
-"""DeviceArray, an array in GPU memory as the carriers use it, and its import.
+"""DeviceArray, the carriers' view of an array in GPU memory, and the import of callers' arrays.
 
-In core, a DeviceArray replaces an ndarray: it has dtype, shape, size, nbytes and reshape(-1), and can be sliced if it
+In core/, a DeviceArray replaces an ndarray: it has dtype, shape, size, nbytes and reshape(-1), and can be sliced if it
 is flat. Views keep the caller's array alive. `import_array` converts a dense array of any library without a copy, or
 raises an error that says what to do. A strided array is *packed*: a kernel on the array's stream copies it densely into
 memory of CuPy's pool, and `finish` copies it back if the call writes into the array.

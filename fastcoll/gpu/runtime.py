@@ -124,7 +124,8 @@ class Runtime:
         """
         with self.on(device), ExitStack() as ends:
             if stream is not None:
-                # Not `with stream`: at its end CuPy forgets a current stream that use() has set.
+                # Not `with stream`: at the end of that block, CuPy forgets which stream was made current by use()
+                # before.
                 ends.callback(self._cupy.cuda.get_current_stream().use)
                 self._stream(stream).use()
             return self._do("allocating GPU memory", self._cupy.cuda.alloc, max(nbytes, 1))
@@ -187,7 +188,7 @@ class Runtime:
         self._do("destroying an event", self._calls.eventDestroy, event)
 
     def record(self, event: int, stream: int) -> None:
-        """Record an event behind the work that the stream holds now."""
+        """Record an event behind the work that is queued on the stream now."""
         self._do("recording an event", self._calls.eventRecord, event, stream)
 
     def order(self, stream: int, event: int) -> None:

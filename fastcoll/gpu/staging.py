@@ -55,7 +55,7 @@ class CudaEvents:
         self._free[device].extend(events)
 
     def close(self) -> None:
-        """Destroy all events, also those that were not given back."""
+        """Destroy all events, including those that were not given back."""
         ended, self._all = self._all, []
         self._free.clear()
         for device, event in ended:

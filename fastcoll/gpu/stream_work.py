@@ -61,7 +61,7 @@ class OwnStream:
         self._free.append(event)
 
     def follow(self, streams: Iterable[int]) -> None:
-        """Make work queued here from now on wait for the work that `streams` hold now.
+        """Make work queued here from now on wait for the work that is queued on `streams` now.
 
         The GPU must be current.
         """

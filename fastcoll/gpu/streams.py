@@ -292,7 +292,7 @@ class StreamCarrier(DeviceCarrier):
 
     @contextmanager
     def in_turn(self, name: str) -> Iterator[None]:
-        """Let one thread at a time queue a call; raise UsageError in a signal handler that has interrupted it."""
+        """Let one thread at a time queue a call; raise UsageError in a signal handler that interrupts it."""
         self.watcher.await_room()
         self.group.gate.check_usable()  # the group may have failed during the wait
         with self._queue_lock:

@@ -216,7 +216,8 @@ class HybridBackend(Backend):
         sizes = [x.nbytes for x in (inputs if KINDS[kind].gives_blocks else outputs)]
         if max(sizes) <= self._direct:
             return False
-        # A user's function must be applied in rank order. For the internal groups, this is also the order of the nodes.
+        # A user's function must be applied in rank order. The internal groups reduce node by node, which is rank order
+        # only if the ranks are numbered node by node.
         if op is not None and op.function is not None and not self._topology.in_order:
             return False
         if not KINDS[kind].has_blocks:

@@ -92,7 +92,7 @@ def make_group(
 def refuse_gpus(group: ProcessGroup) -> NoReturn:
     """Refuse tensors on GPUs."""
     raise UnavailableError(
-        f"the group {group.name!r} serves CPU tensors alone, also if cpu:fastcoll,cuda:nccl was asked for: a process "
+        f"the group {group.name!r} serves only CPU tensors, even if cpu:fastcoll,cuda:nccl was requested: a process "
         "group written in Python replaces the other backends of its group; make a group for CUDA tensors with "
         "torch.distributed.new_group(backend='nccl')"
     )

@@ -1,7 +1,7 @@
 """torch's env:// under mpiexec and srun, whose variables torch itself does not read.
 
-The ranks meet by fastcoll's own rendezvous. Rank 0 serves torch's store, and publishes the store's
-address through that rendezvous.
+The ranks meet by fastcoll's own rendezvous. Rank 0 serves torch's store, and publishes the store's address through that
+rendezvous.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ tensor. All operators have the same ordered effect (torch's _EffectType.ORDERED)
 reorders two operators; otherwise ranks whose graphs differ could deadlock.
 
 Derivatives are those of torch's functional collectives: the derivative of a sum over ranks is the sum of the ranks'
-derivatives. torch has them for SUM only; these operators have them for SUM and AVG.
+derivatives. For reductions, torch has derivatives of SUM only; these operators have those of SUM and AVG.
 """
 
 from __future__ import annotations
@@ -209,14 +209,14 @@ _no_operator = _graph_break(
     "this call of fastcoll cannot be in a graph; make it outside of the compiled function"
 )
 _no_work = _graph_break(
-    "a call of fastcoll with async_op=True cannot be in a graph, which has no Work; leave that out"
+    "a call of fastcoll with async_op=True cannot be in a graph, which has no Work; leave async_op out"
 )
 _no_function = _graph_break(
     "fastcoll's ReduceOp.custom and PREMUL_SUM cannot be in a graph; multiply first and use SUM, or make the call "
     "outside of the compiled function"
 )
 _no_shape = _graph_break(
-    "what fastcoll would return is known to other ranks alone; give all_gather a list of tensors, and recv a src"
+    "only other ranks know what fastcoll would return; give all_gather a list of tensors, and recv a src"
 )
 _no_timeout = _graph_break(
     "a barrier of fastcoll with a timeout or device_ids cannot be in a graph; leave them out"

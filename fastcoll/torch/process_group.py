@@ -128,7 +128,7 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 f"outputs has lists of {[len(outs) for outs in outputs]} tensors; there are {len(inputs)} inputs, so "
                 "give a list of as many for each rank"
             )
-        # torch has a list for each rank, fastcoll one for each input.
+        # torch takes a list of outputs for each rank, fastcoll takes one for each input.
         lists = [list(outs) for outs in zip(*outputs, strict=True)]
         flat = [out for outs in outputs for out in outs]
         gather = self.fastcoll.fast.all_gather_coalesced

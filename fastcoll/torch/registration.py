@@ -128,7 +128,7 @@ def create(options: Any, pg_options: Any) -> FastcollProcessGroup:
 def _all_gather_into_tensor_out(
     input: torch.Tensor, group_size: int, group_name: Any, *, out: torch.Tensor
 ) -> torch.Tensor:
-    """Replace torch's own function, which up to 2.13 calls a method that C++ does not look up in Python."""
+    """Replace torch's own function, which up to torch 2.13 calls a method that C++ does not look up in Python."""
     group = group_name if isinstance(group_name, dist.ProcessGroup) else _resolve_process_group(group_name)
     _register_work(out, group.all_gather_single(out, input))
     return out
@@ -137,8 +137,8 @@ def _all_gather_into_tensor_out(
 def run_uncompiled(methods: Iterable[object]) -> None:
     """Make Dynamo skip these functions, and all functions that they call.
 
-    Otherwise Dynamo compiles them too when a call breaks the graph, and fails at the members of a process group. Dynamo
-    is not imported here, because that takes seconds. If torch has no such switch, this function does nothing.
+    Otherwise Dynamo compiles them too when a call breaks the graph, and fails on the attributes of a process group.
+    Dynamo is not imported here, because that takes seconds. If torch has no such switch, this function does nothing.
     """
     try:
         from torch._C._dynamo import eval_frame

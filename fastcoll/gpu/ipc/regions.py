@@ -1,9 +1,9 @@
 """GPU memory that the ranks of a node share and map (CUDA IPC), and the work queued on it.
 
 Each rank's region is a page of words (kernels/cuda/page.py) and SLOTS slots. To free memory that a peer still maps is
-undefined (CUDA Runtime API, cudaIpcOpenMemHandle), and once a peer has unmapped a region, it cannot write that into the
-region. So a region is never freed. A rank sets BYE in its peers' pages when it no longer uses their memory. Once all
-ranks have set BYE in a region, a later group of the process reuses the region on the same GPU.
+undefined behaviour (CUDA Runtime API, cudaIpcOpenMemHandle), and once a peer has unmapped a region, it cannot write
+that into the region. So a region is never freed. A rank sets BYE in its peers' pages when it no longer uses their
+memory. Once all ranks have set BYE in a region, a later group of the process reuses the region on the same GPU.
 """
 
 from __future__ import annotations

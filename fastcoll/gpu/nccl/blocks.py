@@ -5,8 +5,9 @@ sizes, which all ranks know, and never on the addresses of this rank's arrays: a
 are copied through scratch memory. Arrays are flat; inputs and outputs may overlap. An empty block is neither sent nor
 received. Reductions are done by
 
-    Native    NCCL's own: not added in rank order, and float16 and bfloat16 are rounded at each step
-    Kernels   every operation and dtype, in rank order: all ranks' arrays are gathered, and reduced on each GPU
+    Native    NCCL: not in rank order, and float16 and bfloat16 are rounded at each step
+    Kernels   fastcoll's kernels, for every operation and dtype, in rank order: all ranks' arrays are gathered, and
+              reduced on each GPU
 
 `Kernels` splits a large array into segments, so that scratch memory stays bounded. In a large all_reduce, each rank
 reduces only its block of a segment, and then the blocks are gathered. Objects of both classes are created when a call

@@ -39,7 +39,7 @@ _NAPS = (0.00002, 0.002)
 _ABORT_SECONDS = 1.0
 """Seconds that an abort waits for another thread's call on the communicator.
 
-The user's setting NCCL_COMM_BLOCKING=1 makes calls block.
+If the user has set NCCL_COMM_BLOCKING=1, such a call may block; otherwise it returns at once.
 """
 _FINALIZE_SECONDS = 10.0
 _HOST = 1  # ncclScalarHostImmediate
@@ -227,7 +227,7 @@ class Communicator:
                 self._lock.release()
 
     def close(self) -> None:
-        """End the communicator in order; this rank must have no work outstanding.
+        """Finalize and destroy the communicator; this rank must have no work outstanding.
 
         A second call does nothing.
         """
