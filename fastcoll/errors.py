@@ -109,7 +109,7 @@ class RpcError(FastcollError):
 
 
 class RpcTimeoutError(RpcError, TimeoutError):
-    """A remote call was not answered in time; the call goes on at the other worker, and its answer is dropped."""
+    """A remote call was not answered in time; the other worker goes on with the call, and the answer is dropped."""
 
     def __init__(self, message: str) -> None:
         super().__init__(_timed_out(message))

@@ -115,7 +115,8 @@ class AutoCarrier(DeviceCarrier):
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._staged = StagedCarrier(group)
-        self._carriers: list[DeviceCarrier] = [self._staged]  # in the order in which they are closed
+        # Closed in this order: each carrier precedes those that it uses.
+        self._carriers: list[DeviceCarrier] = [self._staged]
         self.messages = self._staged.messages
         self.chosen: DeviceCarrier | None = None
         self._lock = threading.Lock()

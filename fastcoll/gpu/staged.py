@@ -98,7 +98,7 @@ class StagedCarrier(DeviceCarrier):
 
     @contextmanager
     def all_or_nothing(self, name: str, arrays: Sequence[DeviceArray]) -> Iterator[None]:
-        """Run a call in a `with` block; any error but a UsageError fails the group, whose ranks wait for this one."""
+        """Run a call in a `with` block; any error but a UsageError fails the group, as the peers wait for this rank."""
         with self.staging.in_use(arrays):
             try:
                 yield
@@ -256,7 +256,7 @@ def _scale(host: Array, op: ReduceOp | None) -> None:
 
 
 class StagedMessages:
-    """Messages of GPU arrays; arguments, results and errors are those for host arrays.
+    """Messages of GPU arrays; arguments, results and errors are as for host arrays (core/backend.py).
 
     Args of isend and irecv:
         marks: events that were recorded earlier behind the work that was queued on the array's stream then; None:

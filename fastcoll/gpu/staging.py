@@ -31,7 +31,7 @@ KEPT = 64 << 20
 """The most bytes that a pool keeps in free buffers; others are freed after use. An estimate, not measured."""
 
 Marks = list[tuple[int, int]]
-"""Pairs of a GPU and an event on it."""
+"""Pairs of a GPU and an event on it, behind the work that must be waited for."""
 
 
 class CudaEvents:

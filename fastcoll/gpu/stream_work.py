@@ -26,7 +26,7 @@ _NAP, _LONG_NAP = 0.0005, 0.01
 """Seconds between two polls of the events: _NAP until the oldest Work is _YOUNG seconds old, then _LONG_NAP."""
 _YOUNG = 0.1
 _LOOK = 0.05
-"""Seconds between two checks for dead peers and errors, as elsewhere (core/monitor.py)."""
+"""Seconds between two checks for dead peers and errors, as in core/monitor.py."""
 _MOST = 64
 """While this many Works are outstanding, a new call waits.
 
@@ -215,7 +215,7 @@ class StreamWork(Work):
         self._arrays, self._kept = (), None
 
     def settle(self, error: BaseException | None = None) -> None:
-        """Complete the Work, unless it is complete."""
+        """Complete the Work if it is not complete yet."""
         with self._condition:
             if self._settled:
                 return
@@ -270,7 +270,7 @@ class Watcher:
     def await_room(self) -> None:
         """Block while too many Works are outstanding and the group has not failed.
 
-        Never blocks a thread that executes operations.
+        Never blocks a progress thread or a watcher's thread.
         """
         if len(self._works) >= _MOST and not is_progressing():
             with self._changed:

@@ -7,7 +7,7 @@ steps:
     prepare()     may block: the first call waits for the peers here; nothing is queued yet
     own stream    waits for the work that the streams of the call's arrays hold
     work(scope)   queues the call on `scope.stream`
-    outputs       packed ones are unpacked on this stream
+    outputs       packed outputs are unpacked on this stream
     event         is recorded last; the StreamWork ends with it, and makes the arrays' streams wait for it
 
 An error in `work` fails the group, because the peers wait for this rank. An error in `prepare` fails the group if the

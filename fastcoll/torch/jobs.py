@@ -1,6 +1,6 @@
-"""The fastcoll groups behind torch's process groups; they are made over torch's store and need no world of fastcoll.
+"""The fastcoll groups behind torch's process groups, made over torch's store, without a world of fastcoll.
 
-Each is a job of its own (job/standalone.py), which its members join by their group ranks.
+Each group is a job of its own (job/standalone.py), which its members join by their group ranks.
 """
 
 from __future__ import annotations

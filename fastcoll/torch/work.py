@@ -24,7 +24,7 @@ from ..errors import CollectiveTimeoutError
 
 _log = logging.getLogger("fastcoll")
 _IDLE_SECONDS = 5.0
-_NO_LIMIT = timedelta()  # means "no timeout" in C++, as negative ones do
+_NO_LIMIT = timedelta()  # means "no timeout" in C++, as do negative values
 
 Job = Callable[[], None]
 

@@ -348,7 +348,7 @@ class NcclMessages:
         message.settle(error)
 
     def _end(self, message: NcclMessage, error: BaseException) -> None:
-        """End a message unless it has been claimed."""
+        """End a message if it has not been claimed yet."""
         if self._posted.pop(message.number, None) is not None:
             self._settle(message, error)
 
