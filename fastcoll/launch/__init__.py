@@ -1,6 +1,6 @@
 """Starting ranks: `python -m fastcoll.launch` (command.py, supervisor.py), `run` and `spawn`.
 
-nodes.py describes a node's share of a job, ranks.py runs the process of one rank, and failures.py publishes failures,
-so that the ranks of all nodes end. lifeline.py ties a process to its parent. console.py handles signals and writes
-output.
+nodes.py describes a node's share of a job, and ranks.py runs the process of one rank. failures.py publishes a failure
+to the launchers of all nodes, which then end their ranks. lifeline.py has a process killed when its parent ends.
+console.py collects signals and writes output.
 """

@@ -1,6 +1,7 @@
-"""`python -m fastcoll.launch`: run a program once, or in generations.
+"""`python -m fastcoll.launch`: start the ranks of a program once, or in generations.
 
-A generation is a set of ranks that start together; if a rank fails, the next generation starts (generations.py).
+A generation is a set of ranks that start together. If a rank fails, the launchers end the others and start the next
+generation (generations.py).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from .supervisor import Supervisor
 if TYPE_CHECKING:
     from ..store import TCPStore
 
-_LAST_CALL_SECONDS, _JOIN_SECONDS = 30.0, 600.0  # torchrun's defaults
-_END_SECONDS = 5.0  # after the grace, for a launcher to end its ranks and to publish that it is ready
+_LAST_CALL_SECONDS, _JOIN_SECONDS = 30.0, 600.0  # torchrun's defaults of `last_call_timeout`, `join_timeout`
+_END_SECONDS = 5.0  # how much longer than the grace a launcher may take to end its ranks and be ready again
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,19 +68,19 @@ def _run_once(
     supervise: Callable[..., Supervisor],
     console: Console,
 ) -> int:
-    """Run the ranks once; with --min_ranks, failed ranks may be replaced."""
+    """Start the ranks once, and return the exit code; with --min_ranks, new processes may replace failed ranks."""
     goes_on = options.min_ranks is not None
     port = options.nodes_port
     nodes = None
     if job.nodes > 1 and port != 0:
         nodes = NodeFailures(job.nodes, job.node_rank, job.master_addr, port or default_port(job.master_port))
     elif job.nodes == 1 and goes_on:
-        os.environ.update(job.secret(os.environ))  # for the store that this launcher serves
+        os.environ.update(job.secret(os.environ))  # the store that this launcher serves requires the secret
         nodes = NodeFailures(1, 0, "127.0.0.1", 0)
     with nodes or nullcontext():
         if nodes and goes_on:
-            if job.nodes > 1 and not nodes.address:  # ranks of all nodes use this store
-                console.say("with --min_ranks the ranks of all nodes meet there: give another --nodes_port")
+            if job.nodes > 1 and not nodes.address:  # there is no store, which ranks of all nodes need
+                console.say("--min_ranks needs a store, which cannot be served: give another --nodes_port")
                 return 1
             job = replace(job, elastic=nodes.address)
         restarts = options.max_restarts if goes_on else 0
@@ -96,7 +97,7 @@ def _run_generations(
     supervise: Callable[..., Supervisor],
     console: Console,
 ) -> int:
-    """Run generations of ranks until one succeeds or no restart is left."""
+    """Run generations of ranks until one succeeds or no restart is left; return the exit code."""
     is_static = options.rdzv_backend == "static"
     least, most = options.nnodes
     rules = Rules(
@@ -123,7 +124,8 @@ def _meet(
 ) -> tuple[HashStore | TCPStore, bool, str]:
     """Return the job's store, whether this launcher leads, and this node's address.
 
-    The store is for the job's launchers. If rank 0 runs on this node, it listens at the address.
+    The launchers communicate through the store; the launcher that serves it leads the job (gathering.py). If rank 0
+    runs on this node, it listens at the address.
     """
     if rules.most == 1 and (rules.fixed or options.standalone):
         os.environ.update(job.secret(os.environ))

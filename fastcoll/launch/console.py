@@ -1,7 +1,7 @@
 """The launcher's console: the signals that it receives, and its writes to stdout and stderr.
 
-A write waits for the reader, so a slow reader slows the job down. Once there is a signal or a failure to handle, the
-write waits for at most one second more.
+A write waits until the reader of the stream takes the output, so a slow reader slows the job down. As soon as the
+launcher has a signal or a failure to handle, the write waits for at most one second more.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import TextIO
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LOOK_MILLISECONDS = 100  # between checks for a signal or failure, while the reader is slow
-_STANDSTILL_SECONDS = 1.0
+_STANDSTILL_SECONDS = 1.0  # how long a write waits for the reader once there is a signal or failure to handle
 
 
 class Console:
     """Collects signals and writes output.
 
-    As a context manager it handles this process's signals, and replaces `sys.stderr`, so that the console also writes
-    what other code prints there, such as warnings. A reader or a terminal that is gone counts as the signal SIGPIPE.
-    While there is a signal or failure to handle, a write waits for at most one second. Output that the reader has not
-    taken by then is dropped, as is later output until the reader reads again.
+    In a `with` block, the console appends received signals to `signals`, and replaces `sys.stderr`, so that it also
+    writes text that other code prints there, such as warnings. If the reader or the terminal is gone, the console
+    appends SIGPIPE. While there is a signal or failure to handle, a write waits for the reader for at most one second.
+    After that the console drops the output, and all later output until the reader reads again.
 
     Args:
-        handled: the signals to handle.
+        handled: the signals to collect.
 
     Attributes:
-        signals: signals that were received and not handled yet, in order.
+        signals: signals that were received, in order; the launcher removes each signal as it handles it.
     """
 
     def __init__(self, handled: Sequence[signal.Signals] = HANDLED) -> None:
@@ -47,7 +47,7 @@ class Console:
     def __enter__(self) -> Console:
         for number in self._handled:
             before = signal.getsignal(number)
-            if before != signal.SIG_IGN:  # a signal that is ignored stays so, such as SIGHUP under nohup
+            if before != signal.SIG_IGN:  # an ignored signal stays ignored, such as SIGHUP under nohup
                 signal.signal(number, lambda got, _: self.signals.append(got))
                 self._leaving.callback(signal.signal, number, before)
         self._leaving.enter_context(contextlib.redirect_stderr(_Stderr(self)))
@@ -60,7 +60,7 @@ class Console:
         """Write a log line to stderr.
 
         Args:
-            has_to_act: returns whether there is something other than a signal to handle.
+            has_to_act: returns whether the caller has something other than a signal to handle, such as a failure.
         """
         self.write(sys.__stderr__, f"fastcoll.launch: {text}\n".encode(errors="replace"), has_to_act)
 
@@ -69,13 +69,13 @@ class Console:
     ) -> None:
         """Write to the stdout or stderr of this process, unbuffered.
 
-        A buffer that still held unread output would block the exit of the process.
+        With a buffer, the process could block at exit: Python then flushes the buffer, and the reader may not read.
         """
         descriptor = -1 if stream is None else stream.fileno()  # None: the stream was closed
         while data and descriptor >= 0 and self._may_write(descriptor, has_to_act):
             try:
-                # A pipe that polls as writable takes PIPE_BUF bytes. A longer write could block, and Python would
-                # resume it after a signal.
+                # A pipe that poll() reports as writable takes PIPE_BUF bytes without blocking. A longer write could
+                # block, also after a signal, because Python then resumes the write.
                 data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]
             except BlockingIOError:  # another program has set the terminal to nonblocking
                 pass
@@ -87,7 +87,7 @@ class Console:
                 return
 
     def _may_write(self, descriptor: int, has_to_act: Callable[[], bool]) -> bool:
-        """Return True when the reader reads, or False if that took too long."""
+        """Wait until the descriptor is writable; return False if the reader takes too long."""
         end = math.inf
         while not is_ready(
             descriptor, select.POLLOUT, 0 if descriptor in self._still else _LOOK_MILLISECONDS

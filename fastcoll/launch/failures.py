@@ -1,14 +1,16 @@
 """How the launchers of a job without generations publish failures, so that the ranks of all nodes end.
 
-In a job without generations, failed ranks do not make the launchers start all ranks again (generations.py does that).
-Node 0's launcher serves a store on a separate port, and all launchers connect to it with the job's secret. The first
-failure is set there under the key `failed`. The unexpected end of a launcher, as by SIGKILL, is a failure as well: each
-launcher except node 0's leaves a will with the store, which is a value that the server sets when the launcher's
-connection is lost. If the store disappears before the end of the job is set in it, node 0's launcher is lost. A
-launcher that cannot reach the store goes on without it; its ranks then end only when their groups fail.
+In such a job, a failure does not restart all ranks; generations.py is for jobs that restart them.
 
-Node 0 serves the store until its ranks have ended. After a failure, it goes on for up to 5 s until the launchers of all
-nodes have read the failure, including launchers that start a little later.
+Node 0's launcher serves a store on a separate port, and all launchers connect to the store with the job's secret. The
+launcher whose rank fails first sets the key `failed`; the others read it and end their ranks. The unexpected end of a
+launcher, as by SIGKILL, is a failure as well. So each launcher except node 0's leaves a *will* with the store: the
+server sets `failed` if the launcher's connection is lost. If node 0's launcher is lost, the store disappears before
+`failed` is set, from which the others conclude the loss. A launcher that cannot connect to the store runs its ranks
+without it; after a failure on another node, these ranks end only when their groups fail.
+
+Node 0's launcher serves the store until its ranks have ended. After a failure, it serves the store for up to 5 s more,
+until the launchers of all nodes have read the failure; some launchers may still be starting.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ if TYPE_CHECKING:
 _FAILED, _READERS = "failed", "readers"
 _OVER = "null"  # the value of `failed` after node 0's ranks have ended without a failure
 _GONE = "ended unexpectedly, or is unreachable"
-_CONNECT_SECONDS = 600.0  # for node 0's launcher to start
+_CONNECT_SECONDS = 600.0  # how long the other launchers wait for node 0's launcher to start
 _TRY_SECONDS = 2.0  # per attempt to connect, and so the longest delay before the thread sees that it must end
 _FIRST_SECONDS = 2.0  # ranks start after this time even if their launcher has not connected
 _LOOK_SECONDS = 5.0  # how long the server holds one request for `failed`, if it is not set
-_LAST_SECONDS = 5.0  # for a failure to reach the other launchers while this one exits
+_LAST_SECONDS = 5.0  # how long an exiting launcher waits for its failure to reach the other launchers
 _POLL_SECONDS = 0.05
 
 
@@ -49,7 +51,7 @@ class Failure:
     Attributes:
         code: the launchers' exit code; 0 if the ranks must end for another reason than a failure.
         text: the line that launchers log.
-        leaves: whether the launcher itself ends.
+        leaves: whether the launcher that publishes the failure ends.
     """
 
     code: int
@@ -58,7 +60,7 @@ class Failure:
 
 
 def left(number: int) -> Failure:
-    """Return what this launcher publishes when a signal ends it."""
+    """Return the failure that this launcher publishes when signal `number` ends it."""
     how = describe_exit(-number)
     return Failure(128 + number, f"the launcher on host {os.uname().nodename} was ended: {how}", leaves=True)
 
@@ -70,7 +72,7 @@ def _text(failure: Failure) -> str:
 class NodeFailures:
     """One launcher's connection to the store of failures.
 
-    A thread connects and waits for the first failure. As a context manager it disconnects at the end.
+    A thread connects to the store and waits for the first failure. The end of the `with` block disconnects.
 
     Args:
         count: the number of nodes.
@@ -92,7 +94,8 @@ class NodeFailures:
         if self._rank == 0:
             self._open()
         self._thread.start()
-        self._has_met.wait(_FIRST_SECONDS)  # no launcher notices if this one dies before it has connected
+        # Wait, because the other launchers do not notice the death of a launcher that has not connected yet.
+        self._has_met.wait(_FIRST_SECONDS)
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
@@ -109,9 +112,10 @@ class NodeFailures:
                 time.sleep(_POLL_SECONDS)
             store.compare_set(_FAILED, "", _OVER)
         if store is not None:
-            # Node 0's server waits for the others to disconnect.
+            # On node 0, this first waits for the other launchers to disconnect.
             store.close(max(0.0, end - time.monotonic()))
-        self._thread.join(_LAST_SECONDS)  # the thread may still be resolving a host name
+        # With a limit, because the thread may still be resolving a host name.
+        self._thread.join(_LAST_SECONDS)
 
     @property
     def address(self) -> str:
@@ -134,7 +138,7 @@ class NodeFailures:
             threading.Thread(target=self._write, args=(store, failure), daemon=True).start()
 
     def report(self, loss: Loss) -> Future[Standing | None]:
-        """Publish that an elastic job has lost a process of this node. Never blocks.
+        """Publish that a process of this node has failed, in a job that may go on without it. Never blocks.
 
         The future's result is the job's state after the loss; None if the store cannot be reached.
         """
@@ -152,9 +156,9 @@ class NodeFailures:
         return answer
 
     def _open(self) -> None:
-        """Serve the store or connect to it, then publish what has failed here meanwhile.
+        """Serve the store or connect to it; then publish the failure of this node, if there was one meanwhile.
 
-        Node 0's launcher serves it. The others try to connect until they end, but for at most 600 s.
+        Node 0's launcher serves the store. Each other launcher tries to connect until it ends, for at most 600 s.
         """
         # Imported here, because it imports sockets and jobs of one node need none.
         from ..store import TCPStore
@@ -181,7 +185,7 @@ class NodeFailures:
             self._write(store, own)
 
     def _write(self, store: TCPStore, failure: Failure) -> None:
-        with contextlib.suppress(StoreError):  # node 0 has ended, so no launcher can read it
+        with contextlib.suppress(StoreError):  # node 0's launcher has ended, so nobody can read it
             store.compare_set(_FAILED, "", _text(failure))
 
     def _follow(self) -> None:
@@ -200,7 +204,7 @@ class NodeFailures:
                 self._has_met.set()
                 store.add(_READERS, 1)
                 self._first = self._await_failure(store)
-            except ConnectionError:  # the store disappeared before the end of the job was set
+            except ConnectionError:  # the store disappeared before `failed` was set
                 self._first = Failure(1, f"the launcher of node 0 ({self._address}) {_GONE}")
             except (StoreError, ValueError, TypeError):
                 pass  # the store was closed, or the value is not a failure
@@ -214,6 +218,6 @@ class NodeFailures:
         return None
 
     def _end(self, how: str) -> Failure:
-        """Return the failure to publish if this launcher ends before its ranks."""
+        """Return the failure for the case that this launcher ends before its ranks; `how` says how it ended."""
         where = f"node {self._rank} (pid {os.getpid()} on {os.uname().nodename})"
         return Failure(1, f"the launcher of {where} {how}")

@@ -1,12 +1,12 @@
-"""How the launchers of a job communicate: by keys in a store that one of them, the leader, serves.
+"""How the launchers of a job with generations communicate: by keys in a store that one of them, the leader, serves.
 
-    job           the options that all launchers share; the first launcher sets them
+    job           the options that all launchers must share; the first launcher sets them
     events        a queue of events from launchers, JSON: [launcher, sequence number, type, arguments ...]
-    order/N       the leader's orders, from 0; every launcher reads all of them in this order
+    order/N       the leader's orders, numbered from 0; every launcher reads all of them by number
     gone/LAUNCHER the *will* of a launcher: a key that the server sets if the launcher disconnects unexpectedly
 
-A launcher runs the ranks of one node. A generation is a set of ranks that start together; if a rank fails, the next
-generation starts (generations.py).
+A launcher runs the ranks of one node. A generation is a set of ranks that start together; if a rank fails, the
+launchers end the others and start the next generation (generations.py).
 
 In a job of one node the store is in memory. If the leader ends, the other launchers lose the store, and the job ends.
 
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 _KINDS = {kind.__name__: kind for kind in (Start, End, Over)}
 _TRY_SECONDS = 0.5  # per attempt to connect; signals are handled between attempts
-# How long the server holds a request for an order that is not set. The kernel needs at most 16 s to notice that the
-# server's host is unreachable, so it notices within one request.
+# How long the server holds a request for an order that is not set. If the server's host becomes unreachable, the kernel
+# notices within 16 s, so the request ends with ConnectionError before this time is over.
 _LOOK_SECONDS = 20.0
-_SILENT_SECONDS = 30.0  # a leader that does not answer for longer is lost
-_LAST_SECONDS = 5.0  # for the last order to reach the others while the leader exits
+_SILENT_SECONDS = 30.0  # a leader that does not answer for longer counts as lost
+_LAST_SECONDS = 5.0  # how long an exiting launcher waits for its last event or order to be sent
 _THREAD = "fastcoll-gathering"
 _GONE = "ended unexpectedly, or is unreachable"
 
@@ -69,7 +69,7 @@ def decode(text: bytes) -> Order:
 def secret_of(generation: int, run_id: str) -> str:
     """Return the secret of one generation.
 
-    Neither the job's secret nor another generation's can be derived from it.
+    Neither the job's secret nor the secret of another generation can be derived from it.
     """
     text = f"fastcoll generation {generation} of {run_id}"
     return hmac.digest(job_secret(), text.encode(), hashlib.sha256).hex()
@@ -83,10 +83,10 @@ class Gathering:
     Args:
         store: the job's store; the Gathering closes it at the end.
         node: this launcher.
-        port: returns the port on which rank 0 would listen; called each time this launcher is ready.
-        rules: the job's rules, for the launcher that leads.
-        leads: whether this launcher leads the job.
-        tick: the longest time in seconds between two checks of wills and deadlines by the leader.
+        port: returns the port on which rank 0 listens if it runs on this node; called each time this launcher is ready.
+        rules: the job's rules; only the leader uses them.
+        leads: whether this launcher is the leader.
+        tick: the longest time in seconds between two checks of wills and deadlines; only the leader uses it.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Gathering:
         if isinstance(self._store, HashStore):
             self._store.close()
         else:
-            # The leader's server waits for the others to disconnect.
+            # In the leader, this first waits for the other launchers to disconnect.
             self._store.leave(max(0.0, end - time.monotonic()))
         for thread in self._threads:
             thread.join(_LAST_SECONDS)
@@ -157,7 +157,8 @@ class Gathering:
     def _send(self) -> None:
         """Send the events in order, and repeat each until the store confirms it.
 
-        If the leader's process is stopped, the store does not confirm. An event that arrives twice is applied once.
+        While the leader's process is stopped, the store confirms nothing, so an event may be sent twice. The leader
+        applies it once, by its sequence number.
         """
         number = 0
         with contextlib.suppress(StoreError):  # the leader is lost, which `_follow` reports

@@ -1,8 +1,8 @@
 """The state machine of a job with generations: its input is events from launchers, its output is orders to launchers.
 
 A launcher runs the ranks of one node. A generation is one set of ranks that start together; its members are the
-launchers that run them. A launcher is ready, runs its ranks of the current generation, or has run them successfully.
-Only one launcher, the one that leads, has a `Generations`, so the state exists once.
+launchers that run them. A launcher is ready to start ranks, runs its ranks of the current generation, or has run them
+successfully. Only the launcher that leads the job has a `Generations`, so the job has one state. Its phases are:
 
     GATHERING  until `most` launchers are ready, or at least `least` are ready and the time for more to join is over
     RUNNING    until the ranks of all members have succeeded (the job is over), or an event ends the generation
@@ -10,8 +10,9 @@ Only one launcher, the one that leads, has a `Generations`, so the state exists 
     OVER       final
 
 A failed rank ends its generation and uses one restart; if no restart is left, the job is over. A generation also ends
-when a launcher joins while there is room, or when a launcher is lost and may be replaced. That uses no restart. Events
-of an earlier generation are ignored, so a late event cannot end a later generation.
+when a launcher joins and the generation has fewer than `most` members, or when a member is lost and the job does not
+need exactly these nodes (`Rules.fixed`). Neither uses a restart. Events of an earlier generation are ignored, so a late
+event cannot end a later generation.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ class Node:
     """A launcher and its node, as the launcher publishes them when it is ready to run ranks."""
 
     key: str  # unique to the launcher
-    host: str  # its name, for log lines
-    size: int  # the number of its ranks
+    host: str  # the node's host name, for log lines
+    size: int  # the number of ranks on the node
     role: str
-    address: str  # where rank 0 of the job listens, if it runs on this node
+    address: str  # where rank 0 of the job listens, if rank 0 runs on this node
     port: int
-    node_rank: int | None = None  # its --node_rank; None: nodes are numbered as they join
+    node_rank: int | None = None  # the launcher's --node_rank; None: nodes are numbered as they join
 
     def __str__(self) -> str:
         return (
@@ -49,12 +50,12 @@ class Rules:
     """The options that all launchers of the job share; times in seconds."""
 
     least: int  # the least number of nodes in a generation
-    most: int
+    most: int  # the greatest number of nodes in a generation
     max_restarts: int
     last_call: float  # how long the first generation waits for further nodes once it has `least`
     join: float  # how long a generation waits for `least` nodes
     end: float  # how long a launcher may take to end its ranks
-    fixed: bool = False  # nodes have numbers, and a lost node is not replaced
+    fixed: bool = False  # each node has a fixed number (--node_rank), so the loss of a node ends the job
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Start:
     """Order the members of a generation to start their ranks, which are numbered in the order of `members`."""
 
     generation: int
-    restarts: int  # how many restarts failures have used so far
+    restarts: int  # how many restarts are used so far, one for each failure
     members: tuple[Node, ...]
 
 
@@ -82,8 +83,8 @@ class End:
 class Over:
     """Order the launchers to end their ranks and to exit with this code.
 
-    If `only` is the key of a launcher, the order applies to that launcher alone, because it cannot join; if `only` is
-    empty, to all launchers.
+    If `only` is empty, the order applies to all launchers. Otherwise it applies only to the launcher with this key,
+    which cannot join the job.
     """
 
     code: int
@@ -107,22 +108,22 @@ class Phase(Enum):
 class Generations:
     """The state of a job.
 
-    With each event the caller passes the current time, always from the same clock. After it, the caller sends and
-    empties `orders`.
+    The caller passes the current time with each event, always from the same clock. After each event, the caller sends
+    the orders in `orders` and then clears the list.
     """
 
     rules: Rules
     now: float
     phase: Phase = Phase.GATHERING
-    generation: int = -1  # the current or the last one
+    generation: int = -1  # the number of the current generation, or of the last one if none runs
     restarts: int = 0
     members: tuple[Node, ...] = ()  # of the current generation
     orders: list[Order] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._ready: dict[str, Node] = {}
-        # By launcher, the number of launchers that had joined before it. Nodes are sorted by this number, so that ranks
-        # keep their order if possible.
+        # By launcher, the number of launchers that had joined before it. Nodes are sorted by this number, so that nodes
+        # keep their order from one generation to the next.
         self._seniority: dict[str, int] = {}
         self._done: set[str] = set()  # members whose ranks have succeeded
         self._pauses = Pauses()
@@ -153,7 +154,7 @@ class Generations:
         if not self._counts(key, generation):
             return
         if self.restarts >= self.rules.max_restarts:
-            self.over(1, text)  # torchrun's exit code, whatever the rank's was
+            self.over(1, text)  # as torchrun, whatever the exit code of the rank
             return
         self.restarts += 1
         self._not_before = now + self._pauses.after(now - self._started)

@@ -3,8 +3,8 @@
 A process that is tied to its parent is killed when the parent ends.
 
 This file uses the standard library only, because the launcher also runs it as a script: `lifeline.py PARENT PROGRAM
-ARGS...` ties itself to the process PARENT and then executes PROGRAM. The tie survives execve (prctl(2)). A
-`preexec_fn` could tie the process too, but may deadlock if the launcher has threads.
+ARGS...` ties itself to the process PARENT and then executes PROGRAM. The tie survives execve (prctl(2)). The launcher
+passes no `preexec_fn` to Popen for this, because that may deadlock in a process with several threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CANNOT_RUN = 127  # the shell's exit code for a program that cannot be started
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the parent's thread that started it ends.
+    """Have the kernel kill this process when the parent's thread that started this process ends.
 
     If the parent has ended already, this process exits.
 
@@ -39,7 +39,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def reap_orphans() -> None:
-    """Become the parent of each descendant whose own parent ends, to end it later.
+    """Become the parent of each descendant whose own parent ends, so that this process can end it later.
 
     Raises:
         OSError: the kernel refused.

@@ -3,15 +3,15 @@
 | variable | meaning |
 |---|---|
 | RANK, WORLD_SIZE | the rank, and the number of ranks in the job |
-| LOCAL_RANK, LOCAL_WORLD_SIZE | the same among the ranks of this node |
+| LOCAL_RANK, LOCAL_WORLD_SIZE | the rank among the ranks of this node, and their number |
 | GROUP_RANK | the node's number |
 | MASTER_ADDR, MASTER_PORT | where rank 0 listens |
-| ROLE_*, GROUP_WORLD_SIZE, TORCHELASTIC_* | as torchrun sets them (options.py, restarts.py), for its programs |
+| ROLE_*, GROUP_WORLD_SIZE, TORCHELASTIC_* | as torchrun sets them for its programs (options.py, restarts.py) |
 | FASTCOLL_SECRET | the job's secret; if none is given for a job of one node, the launcher makes one |
 | OMP_NUM_THREADS, NUMBA_NUM_THREADS | 1 if several ranks share the node, unless set already |
-| FASTCOLL_ELASTIC | HOST:PORT of a store that outlives the ranks, if ranks may fail while others go on |
-| FASTCOLL_NEWCOMER | 1 for a process that replaces a failed rank; it has no RANK and no WORLD_SIZE |
-| FASTCOLL_PLACE | with FASTCOLL_ELASTIC: the process's name, and the rank it gets if the ranks have not met yet |
+| FASTCOLL_ELASTIC | HOST:PORT of a store that outlives the ranks; set if the job may go on without failed ranks |
+| FASTCOLL_NEWCOMER | 1 for a process that replaces a failed rank; the process has no RANK and no WORLD_SIZE |
+| FASTCOLL_PLACE | with FASTCOLL_ELASTIC: the process's name, and its rank if the ranks have not all met before |
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _LOWEST = 10000
 _ATTEMPTS = 200
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-# Ranks do not inherit these variables, because the launcher's values would be wrong for them.
+# Ranks do not inherit these variables, because the launcher's values would be wrong for the ranks.
 _OF_LAUNCHERS = (
     "FASTCOLL_ELASTIC",
     "FASTCOLL_NEWCOMER",
@@ -74,7 +74,7 @@ class NodeShare:
     assigned: RankRange | None = (
         None  # the ranks of this node in a generation; None: all nodes have `local_size`
     )
-    variables: Mapping[str, str] = field(default_factory=dict)  # further variables, including torchrun's
+    variables: Mapping[str, str] = field(default_factory=dict)  # further environment variables of the ranks
     _secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     @property
@@ -102,10 +102,11 @@ class NodeShare:
         return [name for name in _THREADS if self.local_size > 1 and name not in inherited]
 
     def secret(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Return FASTCOLL_SECRET with a new secret for the job, or nothing.
+        """Return a variable FASTCOLL_SECRET with a new secret for the job, or no variable.
 
-        There is no new secret if one is given, or for several nodes, whose launchers could not agree on it. Without a
-        given secret, these launchers and their ranks use the user's secret.
+        No secret is made if the environment has one. None is made for several nodes either, because their launchers
+        could not agree on it; without a given secret, these launchers and their ranks use the user's secret
+        (store/secret.py).
         """
         has_one = inherited.get("FASTCOLL_SECRET") or inherited.get("FASTCOLL_SECRET_FILE")
         return {} if has_one or self.nodes > 1 else {"FASTCOLL_SECRET": self._secret}
@@ -142,7 +143,10 @@ class NodeShare:
 
 
 def free_port() -> int:
-    """Return a random port that is free now, as is the port beside it, which fastcoll's store uses."""
+    """Return a random port that is free now.
+
+    The port beside it (`port_beside`), which fastcoll's store uses, is free as well.
+    """
     return free_ports(1)[0]
 
 
@@ -159,7 +163,7 @@ def free_ports(count: int) -> list[int]:
 
     used = {port for port, _, _ in tcp_sockets()}
     highest = _first_outgoing_port()
-    pick = random.SystemRandom()  # the global generator, if seeded, would give every job the same port
+    pick = random.SystemRandom()  # a seeded global generator would give every job the same port
     ports: list[int] = []
     for _ in range(_ATTEMPTS * count):
         port = pick.randrange(_LOWEST, highest)
@@ -182,5 +186,5 @@ def _first_outgoing_port() -> int:
 
 
 def default_port(master_port: int) -> int:
-    """Return the port at which launchers meet by default."""
+    """Return the port of the launchers' store if --nodes_port is not given."""
     return port_beside(master_port, away=10000)

@@ -18,14 +18,14 @@ from .nodes import NodeShare, free_port
 from .outputs import Outputs, parse
 from .supervisor import TICK_SECONDS
 
-_MANY_NODES_PORT = 29500  # torch's default, for nodes that cannot agree on a port
+_MANY_NODES_PORT = 29500  # torch's default; several nodes cannot agree on a free port before they meet
 _ENDPOINT_PORT = 29400  # torch's default for --rdzv_endpoint
 _ABOUT = """Start a program once per rank, with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK,
 MASTER_ADDR, MASTER_PORT and torchrun's other variables in its environment."""
-_CODES = """exit code: 0, that of the first rank that failed, or 128+n if signal n ended that rank or the
-launcher; in a job with generations 1 if a rank failed, as torchrun's. The other ranks then get SIGTERM, and
-SIGKILL when the grace is over. Options may be spelled with - instead of _. torchrun's variables PET_... are
-defaults."""
+_CODES = """exit code: 0 if all ranks succeed; else that of the first rank that failed, or 128+n if signal n ended
+that rank or the launcher. If failures restart all ranks, a final failure gives 1, as torchrun does. After a
+failure, the other ranks get SIGTERM, and SIGKILL when the time of --grace is over. Options may be spelled with -
+instead of _. torchrun's variables PET_<OPTION> set defaults."""
 _CONF = ("is_host", "join_timeout", "last_call_timeout")
 _REFUSED = {
     "start_method": "ranks are always fresh processes, made by fork and exec",
@@ -42,8 +42,8 @@ _REFUSED = {
 def read(argv: Sequence[str] | None) -> tuple[argparse.Namespace, NodeShare]:
     """Return the options and this node's share of the job; exit with a usage error if options contradict each other.
 
-    Two options are derived from others: `has_generations`, whether a failure may restart all ranks, and `outputs`,
-    where the ranks' output goes.
+    Two of the returned options are derived from others: `has_generations`, whether a failure may restart all ranks, and
+    `outputs`, where the ranks' output goes.
     """
     parser = _parser()
     options = parser.parse_args(argv)
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     def add(name: str, *others: str, group: argparse._ActionsContainer = parser, **rest: object) -> None:
-        # torchrun's name may be among `others`.
+        # `others` may have torchrun's name of the option, for which torchrun reads PET_<NAME>.
         words = [name, *(other[2:] for other in others if other.startswith("--"))]
         given = next(filter(None, (os.environ.get(f"PET_{word.upper()}") for word in words)), None)
         if given is not None:
@@ -82,64 +82,65 @@ def _parser() -> argparse.ArgumentParser:
     add("node_rank", type=int, default=0, metavar="I", help="this node's number, from 0 (default 0)")
     add("master_addr", metavar="HOST", help="where rank 0 listens (default 127.0.0.1 for one node)")
     add("master_port", type=int, metavar="PORT",
-        help=f"its port (default: a free one for one node, else {_MANY_NODES_PORT})")  # fmt: skip
+        help=f"the port where rank 0 listens (default: a free one for one node, else {_MANY_NODES_PORT})")  # fmt: skip
     add("nodes_port", type=int, metavar="PORT",
-        help="where the nodes' launchers publish failures to each other; 0: they do not (default: 10000 below "
-             "master_port, or above it if that is no port)")  # fmt: skip
-    add("standalone", action="store_true", help="a job of one node, with its own port")
+        help="the port over which the nodes' launchers publish failures to each other; 0: they publish none (default: "
+             "10000 below master_port, or above it if the port below is 1023 or less)")  # fmt: skip
+    add("standalone", action="store_true", help="start a job of one node on a free port")
     add("rdzv_backend", default="static", metavar="NAME",
         help="how the nodes' launchers meet: static, if each has its --node_rank, or c10d, if they are numbered in "
              "the order in which they join (default static)")  # fmt: skip
     add("rdzv_endpoint", type=_endpoint, metavar="HOST[:PORT]",
-        help=f"where they meet, an address of the node whose launcher leads the job (c10d: port {_ENDPOINT_PORT} by "
-             "default); with static: another way to write --master_addr and --master_port")  # fmt: skip
+        help=f"where the launchers meet with c10d: an address of the node whose launcher leads the job (default port "
+             f"{_ENDPOINT_PORT}); with static: another way to give --master_addr and --master_port")  # fmt: skip
     add("rdzv_id", metavar="ID",
-        help="the job's name, the same on all nodes (default none; for one node a unique name)")  # fmt: skip
+        help="the job's name, the same on all nodes (default: none; for one node: a unique name)")  # fmt: skip
     add("rdzv_conf", type=_conf, default="", metavar="KEY=VALUE,...",
-        help="last_call_timeout: seconds for more nodes than MIN to join (default 30); join_timeout: for MIN nodes to "
-             "join (default 600); is_host: whether this launcher leads (default: if it can)")  # fmt: skip
+        help="last_call_timeout: seconds to wait for more than MIN nodes (default 30); join_timeout: seconds to wait "
+             "for MIN nodes (default 600); is_host: whether this launcher leads (default: if it can)")  # fmt: skip
     add("local_addr", metavar="HOST",
-        help="this node's address, where ranks of other nodes reach its rank 0 (default: the address from which it "
-             "reaches the endpoint)")  # fmt: skip
+        help="this node's address, at which other nodes reach rank 0 if rank 0 runs here (default: the address from "
+             "which this node reaches the endpoint)")  # fmt: skip
     add(
         "role",
         default="default",
         metavar="NAME",
-        help="the name of this node's ranks, ROLE_NAME (default default)",
+        help="the value of ROLE_NAME for the ranks of this node (default default)",
     )
     add("monitor_interval", type=_seconds, default=TICK_SECONDS, metavar="SECONDS",
-        help=f"between checks for signals and for failures of other nodes; the end of a rank is noticed at once "
+        help=f"time between checks for signals and for failures of other nodes; the end of a rank is noticed at once "
              f"(default {TICK_SECONDS:g})")  # fmt: skip
     local_rank = parser.add_mutually_exclusive_group()
     add("pass_local_rank", group=local_rank, action="store_true",
         help="add --local_rank=N before the program's own arguments, as torch's first launcher did")  # fmt: skip
     add("use_env", group=local_rank, action="store_true",
-        help="do not add it: ranks read their number from the environment (default)")  # fmt: skip
+        help="do not add --local_rank: programs read LOCAL_RANK from the environment (default)")  # fmt: skip
     add("no_python", action="store_true", help="run the program itself, without Python")
     add("min_ranks", type=_count, metavar="N",
-        help="a rank that fails ends the others only if fewer than N are left on this node, for programs that go on "
-             "without it by fastcoll.shrink (default: it always does)")  # fmt: skip
+        help="a failed rank ends the others only if fewer than N ranks are left on this node; for programs that go on "
+             "without failed ranks by fastcoll.shrink (default: a failed rank always ends the others)")  # fmt: skip
     add("max_restarts", type=_restarts, default="0", metavar="R",
         help="when a rank fails, all ranks are ended and restarted, at most R times; with --min_ranks: up to R failed "
              "ranks are replaced by new processes, for programs that admit joiners (default 0)")  # fmt: skip
-    add("log_dir", type=Path, metavar="DIR", help="also write rank-R.stdout and rank-R.stderr there")
+    add("log_dir", type=Path, metavar="DIR", help="also write output to DIR/rank-R.stdout and .stderr")
     add("redirects", "-r", type=parse, default="0", metavar="WHICH",
-        help="output that goes to files only: 1: stdout, 2: stderr, 3: both, or by local rank, as 0:3,1:2")  # fmt: skip
+        help="output that goes to files only: 0: none, 1: stdout, 2: stderr, 3: both; or one of these for each local "
+             "rank, as 0:3,1:2")  # fmt: skip
     add("tee", "-t", type=parse, default="0", metavar="WHICH",
-        help="output that also goes to files (default with --log_dir alone: everything)")  # fmt: skip
+        help="output that also goes to files, as for --redirects (default with --log_dir alone: all)")  # fmt: skip
     add("local_ranks_filter", type=_ranks, metavar="RANKS",
         help="local ranks, as 0,1, whose output is shown (default: all)")  # fmt: skip
     add("no_prefix", action="store_true", help="show output without [rank] before each line")
     add("grace", "--shutdown_timeout", "--shutdown-timeout", type=_seconds, default=GRACE_SECONDS, metavar="SECONDS",
-        help=f"between asking ranks to end and killing them (default {GRACE_SECONDS:g})")  # fmt: skip
+        help=f"time between asking ranks to end and killing them (default {GRACE_SECONDS:g})")  # fmt: skip
     add("signals_to_handle", type=_signals, default=",".join(number.name for number in HANDLED), metavar="NAMES",
-        help="signals that end the job: the launcher passes them on to the ranks, which may exit by themselves until "
-             "the grace is over (default %(default)s)")  # fmt: skip
+        help="signals that end the job: the launcher passes them on to the ranks, and kills the ranks that have not "
+             "exited when the time of --grace is over (default %(default)s)")  # fmt: skip
     add("module", "-m", action="store_true", help="the program is a module, as in python -m")
     for name, why in _REFUSED.items():
         add(name, action=_Refused, const=why, nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("program", help="the script, module or program that every rank runs")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="the program's arguments")
     return parser
 
 
@@ -288,7 +289,7 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elasti
         options.nproc_per_node,
         nodes,
         options.node_rank,
-        # torchrun takes IPv6 addresses in brackets.
+        # As in torchrun, an IPv6 address may be in brackets.
         (options.master_addr or "127.0.0.1").strip("[]"),
         port,
         tuple(options.args),

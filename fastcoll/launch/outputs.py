@@ -36,9 +36,9 @@ class Outputs:
     """The output options of a node."""
 
     to_files: bool = False  # whether all output also goes to files
-    redirects: Mapping[int | None, int] = field(default_factory=dict)
-    tee: Mapping[int | None, int] = field(default_factory=dict)
-    shown: frozenset[int] | None = None  # local ranks; None: all
+    redirects: Mapping[int | None, int] = field(default_factory=dict)  # to files only (`parse`)
+    tee: Mapping[int | None, int] = field(default_factory=dict)  # to files as well (`parse`)
+    shown: frozenset[int] | None = None  # local ranks whose output goes to the console; None: all
 
     def mode(self, local_rank: int, stream: str) -> OutputMode:
         """Return where a rank's `stdout` or `stderr` goes."""

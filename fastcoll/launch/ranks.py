@@ -32,14 +32,15 @@ _LONGEST_LINE = 1 << 20  # longer lines are cut, to bound the memory for output 
 _REMEMBERED = 40  # lines
 
 Sink = Callable[[bytes], None]
-"""Takes the lines of one write; may raise BrokenPipeError when the reader is gone."""
+"""A function that writes whole lines of output. It may raise BrokenPipeError if the reader of the output is gone."""
 
 
 class Relay:
     """Relays one stream of one rank, line by line.
 
-    A prefix that names the rank may begin each line. Lines are passed on whole, so that ranks never share a line. The
-    relay owns `source`, the reading end of a pipe, and `log`, a file that gets the stream unchanged.
+    A prefix that names the rank may begin each line. Only whole lines are passed on, so that the output of two ranks is
+    never mixed in one line. The relay owns `source`, the reading end of a pipe, and `log`, a file that gets the stream
+    unchanged.
     """
 
     def __init__(self, source: int, sink: Sink, prefix: bytes, log: BinaryIO | None) -> None:
@@ -53,7 +54,7 @@ class Relay:
         """Relay up to 64 KiB that the pipe holds now; return False when the stream has ended.
 
         Raises:
-            BrokenPipeError: the sink has raised it, because its reader is gone.
+            BrokenPipeError: the sink has raised it, because the reader of its output is gone.
         """
         try:
             data = os.read(self.source, _READ_BYTES)
@@ -70,16 +71,16 @@ class Relay:
         return bool(data)
 
     def pump_all(self) -> None:
-        """Relay what the pipe holds now, without waiting for the end of the stream.
+        """Relay the data that the pipe holds now, without waiting for the end of the stream.
 
-        A process that outlives its rank may keep the stream open and write for ever.
+        The end may never come, because a process that outlives its rank may keep the pipe open and go on writing.
         """
         for _ in range(_PIPE_BYTES // _READ_BYTES):
             if self.source < 0 or not is_ready(self.source, select.POLLIN, 0) or not self.pump():
                 return
 
     def finish(self) -> None:
-        """Relay the rest, including an unfinished last line, and close. May be called twice."""
+        """Relay the rest, including an unfinished last line, and close `source` and `log`. May be called twice."""
         if self.source < 0:
             return
         try:
@@ -106,7 +107,7 @@ class Relay:
                 log.close()
 
     def last_lines(self) -> str:
-        """Return the last lines that were read."""
+        """Return the last lines that were read from the stream, at most 40."""
         return b"".join([*self._last, self._partial]).decode(errors="replace")
 
     def _write(self, lines: list[bytes]) -> None:
@@ -116,7 +117,7 @@ class Relay:
 
 
 class RankProcess:
-    """One rank: its process and its two streams.
+    """One rank: its process and the relays of its stdout and stderr.
 
     Args:
         joiner: the number of this process among the joiners, which replace failed ranks; 0: it is no joiner.
@@ -141,7 +142,7 @@ class RankProcess:
         self._error_text = b""
         relays: list[Relay] = []
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as theirs:
-            # The error file is in memory, so that nothing is left if this process is killed.
+            # The rank's error file is a memfd, so that no file is left if this process is killed.
             self._error = os.memfd_create("fastcoll-error")
             undo.callback(os.close, self._error)
             error = {"TORCHELASTIC_ERROR_FILE": f"/proc/{os.getpid()}/fd/{self._error}"}
@@ -182,7 +183,7 @@ class RankProcess:
     def last_output(self) -> str:
         """Return the traceback of a failed rank, or its last lines on stderr.
 
-        The traceback is in the rank's error file if the program uses torch's `record`.
+        There is a traceback in the rank's error file if the program uses torch's decorator `record`.
         """
         try:
             message = json.loads(self._error_text)["message"]

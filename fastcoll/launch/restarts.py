@@ -1,9 +1,10 @@
 """The main loop of a launcher in a job with generations: it carries out the leader's orders until the job is over.
 
-A generation is a set of ranks that start together; if a rank fails, the next generation starts (generations.py).
+A generation is a set of ranks that start together. If a rank fails, the launchers end the others and start the next
+generation (generations.py). The leader is the launcher that decides this for all launchers (gathering.py).
 
-Only the main thread starts ranks, because the kernel kills a rank when the thread that started it ends. A signal may
-arrive between any two steps.
+Only the main thread starts ranks, because the kernel kills a rank when the thread that started it ends. Received
+signals are handled by the supervisor while ranks run, and by `Restarts.run` between generations.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from .supervisor import Supervisor
 
 
 class _Generation:
-    """The job's other launchers, as the supervisor of one generation sees them (`Others`)."""
+    """The job's other launchers, as the supervisor of one generation sees them (`Others` in supervisor.py)."""
 
     def __init__(self, gathering: Gathering, number: int) -> None:
         self._gathering, self._number = gathering, number
-        self.has_failed = False
-        self.logged = ""  # why the generation ended, if the supervisor has logged it
+        self.has_failed = False  # whether the supervisor has published a failure
+        self.logged = ""  # the reason for which the generation ended, if the supervisor has logged the reason
 
     def failure(self) -> Failure | None:
         failure = self._gathering.failure()
@@ -50,7 +51,8 @@ class Restarts:
 
     Args:
         job: the part of this node's share that is the same in all generations.
-        supervise: makes the supervisor of one generation, from this node's share of it, `logs` and `nodes`.
+        supervise: makes the supervisor of one generation; it takes this node's share of the generation, `logs` and
+            `nodes`, as `Supervisor` does.
         tick: seconds between two checks for signals and orders while no ranks run here.
     """
 
@@ -67,7 +69,7 @@ class Restarts:
         self._console, self._signals, self._tick = console, console.signals, tick
         self._say = partial(console.say, has_to_act=lambda: gathering.failure() is not None)
         self._last: Start | None = None  # the generation that ran here last
-        self._logged = ""  # why that generation ended, if this was logged
+        self._logged = ""  # the reason for which that generation ended, if the reason was logged
         self._waits = False  # whether the current generation runs without this node
 
     def run(self) -> int:
@@ -94,7 +96,7 @@ class Restarts:
                 time.sleep(self._tick)
 
     def _run(self, order: Start) -> int:
-        """Run this node's ranks of a generation, if any; return the signal that has ended this launcher, or 0."""
+        """Run this node's ranks of a generation, if it has any; return the signal that ended this launcher, or 0."""
         ranks = range_of(order.members, self._gathering.key)
         if ranks is None:
             if not self._waits:

@@ -1,9 +1,9 @@
 """`run`: call a function in new ranks, from a notebook, a script or a shell.
 
 A function that a rank cannot import (a lambda, a closure, anything of `__main__`) is pickled by value, with the
-cloudpickle of Numba. So ranks can be fresh interpreters that do not run the caller's main module again. They are
-independent of the caller's threads, JAX and CUDA. Results and errors return through memory files, which leave nothing
-behind. The launcher's supervisor starts and watches the ranks.
+cloudpickle of Numba. So ranks can be fresh interpreters that do not run the caller's main module again. Unlike forked
+processes, they inherit nothing of the caller's threads, JAX and CUDA. Ranks write their results and errors into memfds,
+so no files are left. The launcher's supervisor starts and watches the ranks (supervisor.py).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def run(
         raise UsageError(f"run: ranks must be an int from 1 up, got {ranks!r}")
     check_args("run", args)
     cloudpickle = _cloudpickle()
-    # Notebooks and shells keep the source of their cells in `linecache`, for tracebacks.
+    # Notebooks and shells keep the source of their cells in `linecache`. Ranks get it too, for tracebacks.
     typed = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
     module = sys.modules.get(getattr(fn, "__module__", ""))
     lost = module is not None and hasattr(module, "__file__") and not _is_importable(module)
@@ -123,7 +123,8 @@ def _is_importable(module: ModuleType) -> bool:
 def _results(ranks: Sequence[RankProcess], outcomes: Sequence[int], first: int | None) -> list[Any]:
     """Return every rank's result, or raise the error of the rank at fault.
 
-    The rank at fault is the first that failed for a reason of its own, and not because of another rank.
+    The rank at fault is the first rank whose failure was not caused by another rank's failure. `first` is the rank that
+    the supervisor has named as the first that failed.
     """
     ends = [_read(outcome) for outcome in outcomes]
     order = sorted(range(len(ends)), key=lambda rank: (rank != first, rank))
@@ -150,7 +151,10 @@ def _cloudpickle() -> Any:
 
 
 class _Raised:
-    """An exception in a rank: its traceback, the exception if it can be pickled, and whether another rank caused it."""
+    """An exception in a rank: its traceback, the exception if that can be pickled, and whether it is a GroupError.
+
+    A GroupError is the consequence of another rank's failure (`follows`).
+    """
 
     def __init__(self, error: Exception) -> None:
         trace = error.__traceback__ and error.__traceback__.tb_next  # without the frame of `main`
@@ -178,7 +182,7 @@ def _writer(stream: TextIO) -> Callable[[bytes], None]:
 
 
 def _write(file: int, outcome: Any) -> None:
-    """Write the outcome of a rank, unless the file has an error already."""
+    """Write the outcome of a rank, unless an error was written before."""
     if not os.fstat(file).st_size:
         try:
             with open(file, "wb", closefd=False) as stream:
@@ -215,7 +219,7 @@ def main(task: int, *outcomes: int) -> int:
             try:
                 result = fn(*args, **kwargs)
             except Exception as error:
-                _write(outcome, _Raised(error))  # before the others fail because of it
+                _write(outcome, _Raised(error))  # before the other ranks fail because of this rank
                 raise
         try:
             _write(outcome, (result,))

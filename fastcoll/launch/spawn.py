@@ -1,7 +1,7 @@
 """`spawn`: run a function in several processes, as torch.multiprocessing.spawn does.
 
 If `spawn` is called on the parent's main thread, the kernel kills the children when the parent ends, except with the
-start method `forkserver`. If a rank fails, the others are ended, and the error in the parent has its traceback.
+start method `forkserver`. If a rank fails, the parent ends the others and raises an error with the rank's traceback.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SpawnContext:
     def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
         self.errors: list[Connection[Any, Any]] = []
-        self._texts: dict[int, bytes] = {}  # the received bytes, by rank; empty: the pipe has ended
+        self._texts: dict[int, bytes] = {}  # received errors, by rank; b"": none will arrive
 
     def pids(self) -> list[int]:
         """Return the process ids, by rank."""
@@ -111,10 +111,10 @@ class SpawnContext:
         raise ProcessExitedError(first, process.pid or 0, process.exitcode or 0)
 
     def _rank_at_fault(self) -> int:
-        """Return the rank to name in the error: one whose failure is no GroupError, if any.
+        """Return the rank to name in the error: the lowest one whose failure is no GroupError, if there is one.
 
-        A GroupError is the consequence of another rank's failure. If all failures are GroupErrors, wait for up to 1 s
-        for another failure. A rank that has raised but not exited yet counts as failed.
+        A GroupError is the consequence of another rank's failure. If all failures so far are GroupErrors, wait for up
+        to 1 s for a failure of another kind. A rank that has raised but not exited yet counts as failed.
         """
         end = time.monotonic() + CAUSE_SECONDS
         while True:
@@ -131,7 +131,10 @@ class SpawnContext:
             wait(ends + [self.errors[rank] for rank in silent if rank not in self._texts], left)
 
     def _text(self, rank: int) -> bytes:
-        """Return a byte for the kind of a rank's failure and then its traceback, if they have arrived."""
+        """Return a rank's error as `_child` sends it: b"G" for a GroupError or b"E" for another, then the traceback.
+
+        The result is empty if the rank has sent nothing yet, or has ended without sending.
+        """
         try:
             if rank not in self._texts and self.errors[rank].poll():
                 self._texts[rank] = self.errors[rank].recv_bytes()
@@ -158,7 +161,7 @@ def spawn(
         start_method: "spawn", "fork" or "forkserver", see `multiprocessing`.
 
     Returns:
-        None with `join`, else the context with `join(timeout)`, `pids()` and `processes`.
+        None if `join` is True; otherwise the context, which has `join(timeout)`, `pids()` and `processes`.
 
     Raises:
         UsageError: an argument is wrong.
@@ -170,7 +173,8 @@ def spawn(
         >>> spawn(main, args=(4,), nprocs=4)
     """
     _check(fn, args, nprocs, start_method)
-    # The kernel ties a child to the thread that forked it; children of the fork server have another parent.
+    # The kernel ties a child to the thread that forked it, so this must be the main thread. With "forkserver", the
+    # parent of the children is the fork server, not this process.
     is_main = threading.current_thread() is threading.main_thread()
     tied_to = os.getpid() if is_main and start_method != "forkserver" else None
     context: Any = multiprocessing.get_context(start_method)

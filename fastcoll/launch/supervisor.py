@@ -34,7 +34,7 @@ from .ranks import RankProcess, Relay, Sink, follows
 CAUSE_SECONDS = 1.0
 """How long the launcher waits for the rank at fault to exit after another rank has failed because of it.
 
-The rank at fault closes its groups while it exits, which makes the others fail, so they may exit first.
+The rank at fault closes its groups while it exits. This makes the other ranks fail, so they may exit before it.
 """
 
 TICK_SECONDS = 0.1
@@ -48,7 +48,7 @@ class Others(Protocol):
     """The job's other launchers, as a supervisor sees them. Neither call blocks."""
 
     def failure(self) -> Failure | None:
-        """Return a failure elsewhere, because of which the ranks here must end, or None."""
+        """Return a failure on any node because of which the ranks here must end, or None."""
 
     def publish(self, failure: Failure) -> None:
         """Publish the failure of a rank of this node, or the end of this launcher."""
@@ -81,19 +81,20 @@ class Supervisor:
         logs: a directory for one file per rank and stream.
         nodes: the launchers of the other nodes.
         console: receives signals, and writes the output of the ranks and the log lines.
-        tick: the longest time in seconds until a signal, or another node's failure, is handled.
+        tick: the longest time in seconds until a signal, or a failure on another node, is handled.
         sinks: functions that take the ranks' stdout and stderr; None: the console writes them.
         is_guest: whether this process is the user's program (`run`). If so, the supervisor logs no failure, and ends no
             child process that it has not started.
         followed: returns whether a rank failed because of another one; None: the rank's last lines on stderr decide.
-        min_ranks: a failed rank ends the others only if fewer ranks than this are left; None: it always does.
+        min_ranks: a failed rank ends the others only if fewer ranks than this are left on this node; None: a failed
+            rank always ends the others.
         max_restarts: how many failed ranks are replaced by joiners, which are new processes. A rank whose failure ends
             the others is not replaced.
-        report: publishes the loss of a process of an elastic job, which is a job that may go on with fewer ranks; the
-            result is the job's state after the loss.
+        report: publishes the failure of a process, in a job that may go on without failed ranks (an elastic job); the
+            result is the job's state after that failure.
 
     Attributes:
-        first: the rank that failed first, once it is known.
+        first: the rank that failed first, as soon as the supervisor has decided which it is.
         interrupted: the signal that has ended this launcher, or 0.
     """
 
@@ -128,8 +129,8 @@ class Supervisor:
         self._running: set[RankProcess] = set()
         self._max_restarts, self._pauses = max_restarts, Pauses()
         self._report = report
-        self._lost: list[_Lost] = []  # losses whose reports are pending
-        self._missing: list[RankProcess] = []  # ranks that were lost before all had met, and are not replaced
+        self._lost: list[_Lost] = []  # failed ranks whose reports are pending
+        self._missing: list[RankProcess] = []  # ranks that failed before all had met, and are not replaced
         # The joiners to start: for each, the time of its start, its local rank and its number.
         self._joiners: list[tuple[float, int, int]] = []
         self._restarts = 0
@@ -137,19 +138,19 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._tick, self._outputs = tick, outputs or Outputs(to_files=logs is not None)
         self.interrupted = 0
-        self._others_failed: list[RankProcess] = []  # ranks that failed before any was asked to end
+        self._others_failed: list[RankProcess] = []  # ranks that failed before any rank was asked to end
         self._exit_code = 0
-        self._failed: RankProcess | None = None  # the rank to name as the first, no later than at _name_at
-        self._name_at = 0.0
+        self._failed: RankProcess | None = None  # the rank that failed first, as far as is known now
+        self._name_at = 0.0  # when to name `_failed` in the log; until then, the rank at fault may still exit
         self._why = ""  # why the other ranks cannot go on
         self._kill_at: float | None = None  # when the grace ends; None: the ranks were not asked to end
         self._hurries = False  # whether the next signal to this launcher ends the grace at once
 
     def run(self) -> int:
-        """Start the ranks, and return an exit code when all have exited.
+        """Start the ranks, and return the launcher's exit code when all ranks have exited.
 
-        The code is 0 if no rank ended the job by a failure, else that of the first rank that failed on any node (128+n
-        for signal n). If signal n ended the launcher, the code is 128+n.
+        The code is 0 if no failure ended the job; else it is the exit code of the first rank that failed on any node,
+        or 128+n if signal n ended that rank. If signal n ended the launcher, the code is 128+n.
         """
         try:
             for local_rank in range(self._job.local_size):
@@ -188,7 +189,7 @@ class Supervisor:
         if code == 0 or self._kill_at is not None:
             return
         rank.err.pump_all()
-        # A joiner that starts after other ranks have succeeded is too late; its failure does not fail the job.
+        # A joiner that fails after other ranks have succeeded was too late to join; its failure does not fail the job.
         is_late = rank.is_joiner and any(other.process.returncode == 0 for other in self.ranks)
         if is_late or len(self._running) >= self._min_ranks:
             self._lose(rank)
@@ -204,7 +205,7 @@ class Supervisor:
             self._name_at = time.monotonic() + (0 if at_fault else CAUSE_SECONDS)
 
     def _lose(self, rank: RankProcess) -> None:
-        """Report the loss of a rank and choose its replacement. The answer to the report decides if the job goes on."""
+        """Report a failed rank and choose its replacement; the answer to the report decides whether the job goes on."""
         joiner = None
         if self._restarts < self._max_restarts:
             self._restarts += 1
@@ -217,7 +218,7 @@ class Supervisor:
         self._settle_losses()
 
     def _settle_losses(self) -> None:
-        """For each loss whose report is answered, go on without the lost rank, or end the job."""
+        """For each failed rank whose report is answered, go on without the rank, or end the job."""
         for lost in [lost for lost in self._lost if lost.report is None or lost.report.done()]:
             self._lost.remove(lost)
             standing = None if lost.report is None else lost.report.result()
@@ -297,27 +298,28 @@ class Supervisor:
         self._ask_to_end(signal.SIGTERM, exit_code)
 
     def _pass_on(self, number: int) -> None:
-        # The reader of the output, such as tee, has ended. The Ctrl-C that ends the ranks has probably ended it, too.
+        # SIGPIPE: the reader of the output, such as tee, has ended. If the ranks are ending already, the Ctrl-C that
+        # ends them has probably ended the reader, too, so do nothing.
         if number == signal.SIGPIPE and self._kill_at is not None:
             return
         self.interrupted = number
         if self._nodes is not None:
             self._nodes.publish(left(number))
-        if number == signal.SIGPIPE:  # Python ranks ignore SIGPIPE
+        if number == signal.SIGPIPE:  # Python ignores SIGPIPE, so the ranks get SIGTERM
             self._ask_to_end(signal.SIGTERM, 128 + number)
             return
         if self._hurries:  # the second request
             self._kill_at = 0.0
             return
-        # All launchers get the signal at once. So this counts as the first request even if another launcher has already
-        # asked the ranks to end.
+        # The signal may have been sent to all launchers, and another launcher's publication of it may have been handled
+        # here already. So the first signal to this launcher is the first request, even if the ranks are ending.
         self._hurries = True
         self._ask_to_end(number, 128 + number)
 
     def _ask_to_end(self, number: int, exit_code: int) -> None:
         self._exit_code = exit_code
         if number == signal.SIGTERM and config.get("FASTCOLL_TRACE_DIR"):
-            # Have the ranks write their calls and stacks.
+            # Ask ranks that handle SIGQUIT to write their calls and stacks to files (record/dump.py).
             pids = [rank.process.pid for rank in self._running]
             dump.ask([pid for pid in pids if lifeline.catches(pid, signal.SIGQUIT)])
         self._kill_at = time.monotonic() + self._grace
@@ -344,7 +346,7 @@ class Supervisor:
                 rank.reap()
             if not self._is_guest:
                 self._end_leftovers()
-            # If all ranks ended while they were making a shared memory segment, the segment is left.
+            # If all ranks ended while they were making a shared memory segment, the segment is left. Delete it.
             if any(Path("/dev/shm").glob("fastcoll-*")):
                 from ..shm.segment import sweep  # imports NumPy, and is rarely needed
 
@@ -354,7 +356,7 @@ class Supervisor:
                 rank.close()
 
     def _end_leftovers(self) -> None:
-        """End every process that this launcher has adopted."""
+        """End the processes that have outlived their ranks and are now children of this launcher."""
         start, killed = time.monotonic(), math.inf
         while children := set(lifeline.children_of(os.getpid())) - self._not_ours:
             now = time.monotonic()
