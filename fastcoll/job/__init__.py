@@ -1,1 +1,1 @@
-"""A job: its members, its groups, how ranks join, leave and recover."""
+"""A job: its ranks and their groups; how ranks join the job, leave it, and recover after the death of a rank."""

@@ -21,7 +21,7 @@ from ..system.processes import Member
 _log = logging.getLogger("fastcoll")
 
 Make = Callable[[Store, str, Sequence[Member], int, float], Carries]
-"""`make(store, name, members, group_rank, timeout)`: meet the other members; collective."""
+"""`make(store, name, members, group_rank, timeout)` meets the other members and returns a backend; collective."""
 
 
 def _load_shm() -> Make:
@@ -108,7 +108,7 @@ class Backend(str):
 KNOWN: list[str] = [Backend.AUTO, Backend.SHM, Backend.GLOO, Backend.TCP, Backend.MPI, Backend.NCCL]
 DEVICES = ("cpu", "cuda")
 
-# Names that mean "the best for CPU arrays". Scripts written for torch ask for gloo.
+# Both names mean "the best backend for CPU arrays here". Scripts written for torch ask for gloo.
 _CPU_DEFAULT = (Backend.AUTO, Backend.GLOO)
 
 
@@ -193,11 +193,11 @@ class BackendConfig:
 def parse_backend(text: str | None) -> BackendChoice:
     """Parse a `backend=` argument: None, a name, or `device:name,...`; "nccl" means "cpu:auto,cuda:nccl".
 
-    The backend for a device other than the CPU may be unavailable: calls then refuse arrays of that device.
+    In a list, the backend for a device other than the CPU may be unavailable; calls then refuse arrays of that device.
 
     Raises:
         UsageError: an unknown backend or device, or a device given twice.
-        UnavailableError: the backend for CPU arrays, or the only one given, is not available.
+        UnavailableError: the backend for CPU arrays is not available; or "nccl" is given alone and is not available.
     """
     if text is None:
         return BackendChoice({"cpu": Backend(Backend.AUTO)})
@@ -238,7 +238,7 @@ def _for_the_cpu() -> str:
 
 
 def load(choice: BackendChoice) -> Make:
-    """Import the backend for arrays in host memory, and return the function that makes it.
+    """Import the backend for arrays in host memory, and return the function that makes backends of this kind.
 
     The first call imports Numba, too, and takes about half a second; later calls take no time.
     """
@@ -255,7 +255,7 @@ def load(choice: BackendChoice) -> Make:
 def make_group(
     choice: BackendChoice, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
 ) -> ProcessGroup:
-    """Make a group whose members meet in a part of a store that no other group uses; collective among them.
+    """Make a group whose members meet in `store`, which no other group uses; collective among the members.
 
     Raises:
         UnavailableError: the backend is "shm", and the members are on several nodes.

@@ -1,6 +1,7 @@
-"""The first meeting of an elastic job, as one rank sees it: it attempts to meet the others until an attempt succeeds.
+"""The first meeting of an elastic job: a rank attempts to meet the others until an attempt succeeds.
 
-rendezvous/attempts.py has the attempts and their outcomes, which all processes read in the launcher's store.
+An elastic job may go on without failed ranks and admit new ones. The ranks meet in a store of the launcher, where all
+processes read how each attempt ended, its *outcome* (rendezvous/attempts.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..rendezvous.attempts import ELSEWHERE, MADE, Attempts, ProcessName, loss_o
 from .job import Job
 from .joining import JoinQueue, Start, passes_barrier
 
-# How long a launcher may take to notice the end of a process whose loss the ranks have detected.
+# How long to wait for a launcher to publish the death of its process, after ranks have detected this death.
 _SEEN_SECONDS = 10.0
 _LOOK_SECONDS = 60.0  # the length of one wait for an attempt's outcome
 
@@ -31,7 +32,7 @@ _LOOK_SECONDS = 60.0  # the length of one wait for an attempt's outcome
 def begin(address: str, place: ProcessName, timeout: float, start: Start) -> tuple[Job, ProcessGroup] | None:
     """Meet the other ranks in the launcher's store at `address`; return None if they met without this process.
 
-    If a process dies before all have met, the others wait for the process that replaces it with the same rank.
+    If a process dies before all have met, the others wait for its replacement, a new process with the same rank.
 
     Raises:
         PeerDiedError: a process died and is not replaced.
@@ -61,7 +62,7 @@ def begin(address: str, place: ProcessName, timeout: float, start: Start) -> tup
 
 
 def met_elsewhere(address: str, place: ProcessName) -> None:
-    """Publish to the launchers that the ranks have met by other means than `begin`."""
+    """Publish to the launchers that the ranks have met by other means than `begin`, as by an init method."""
     with suppress(StoreError), closing(JoinQueue(address, _SEEN_SECONDS)) as join_queue:
         join_queue.attempts.join(place.name)
         join_queue.attempts.decide_next(ELSEWHERE)
@@ -93,8 +94,8 @@ def _meet(
 def _end_of(attempts: Attempts, attempt: int, error: FastcollError, deadline: float) -> bytes | None:
     """Return the outcome of the attempt that failed here with `error`; None if it has no outcome yet.
 
-    A GroupError or a RendezvousError may be due to the loss of a process. After one of these, wait up to 10 s for that
-    process's launcher to publish the loss.
+    The death of a process may cause a GroupError or a RendezvousError. So after one of these, wait up to 10 s for a
+    launcher to publish a death.
     """
     if not isinstance(error, GroupError | RendezvousError):
         return attempts.outcome(attempt)
@@ -103,7 +104,7 @@ def _end_of(attempts: Attempts, attempt: int, error: FastcollError, deadline: fl
 
 @contextmanager
 def _cut_off(join_queue: JoinQueue, attempt: int, close: Callable[[], None]) -> Iterator[None]:
-    """Close the attempt's store, which ends every wait in it, as soon as the attempt's outcome is not MADE."""
+    """During the block, close the attempt's store as soon as the outcome is not MADE; this ends all waits in it."""
     attempts, stop = join_queue.attempts_apart()
 
     def follow() -> None:

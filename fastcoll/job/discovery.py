@@ -1,6 +1,7 @@
 """How a process finds the other ranks of its job: by an init method, through MPI, or in a store that the user passes.
 
-A store may have served earlier jobs. Each job has its own part of the store, so keys of an earlier job do not count.
+A store may have served earlier jobs. A store that the user passes is divided into parts, one for each job. An init
+method may still lead to the store of the previous job; then the process waits until rank 0 has left that job.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Found(NamedTuple):
     rank: int
     world_size: int
     close: Callable[[float], None]
-    """Releases the store; its server waits so many seconds for the other ranks to release it first."""
+    """`close(seconds)` releases the store; the rank that serves it waits up to `seconds` for the other ranks first."""
     confirm: Callable[[ProcessGroup], None] = lambda world: None
     """Raises if the new world must not be used, because an attempt to meet or to join has failed."""
 
@@ -52,7 +53,7 @@ def finder(
     addressed = init_method is not None or not os.environ.keys().isdisjoint(("MASTER_ADDR", "MASTER_PORT"))
     if store is None and choice.initialises_mpi and not addressed:
 
-        def meet_in_store_of_rank_0() -> Found:  # MPI sends the address of rank 0's store, new for each start
+        def meet_in_store_of_rank_0() -> Found:  # rank 0 makes a new store, and MPI sends its address
             from ..net.mpi.membership import meet_through_mpi  # imports sockets and Numba
 
             return _found(meet_through_mpi(rank, world_size, limit))
@@ -79,7 +80,7 @@ def _use(store: Store, rank: int, world_size: int, group_name: str, root: str = 
     """Return the part of a user's store for one job: each use of a store is a new job.
 
     The number of earlier uses is kept in the store, because a process may open the store anew each time. Each process
-    has its own number, so that two processes that claim one rank meet in one job and get an error.
+    counts its own uses. So two processes that claim one rank have the same number, meet in one job, and get an error.
     """
     me = this_process()
     use = store.add(f"{root}/{group_name}/use/{rank}/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
@@ -95,9 +96,10 @@ def _use(store: Store, rank: int, world_size: int, group_name: str, root: str = 
 def find_others(
     init_method: str, rank: int, world_size: int, limit: float, group_name: str, place: str = "fastcoll"
 ) -> Found:
-    """Meet the others by an init method. Repeat while it leads to an earlier job, which rank 0 has not left yet.
+    """Meet the others by an init method. Repeat this while it leads to a previous job that rank 0 has not left yet.
 
-    A user's handler may return the same store for each job, so `_use` divides it. `place` is the prefix of the keys.
+    The handler of a user's URL scheme may return the same store for each job, so `_use` divides that store. `place` is
+    the prefix of the keys.
     """
     deadline, left = time.monotonic() + limit, limit
     late, handled = LateWarning(), has_handler(init_method)
@@ -113,8 +115,8 @@ def find_others(
             _check_over(found.store, found.rank, init_method)
         except BaseException as error:
             meeting.close()
-            # A StoreError means that the server is closing. It belongs to an earlier job, and this process has written
-            # nothing to it: try again. After a timeout the server is stopped or out of reach: raise.
+            # StoreTimeoutError: the server is stopped or out of reach, so raise. Any other StoreError: the server is
+            # closing. It serves an earlier job, and this process has written nothing to it, so try again.
             if handled or not isinstance(error, StoreError) or isinstance(error, StoreTimeoutError):
                 raise
         meeting.close()

@@ -47,7 +47,7 @@ _NO_WORLD = cast(ProcessGroup, _NoWorld())
 
 
 class Standalone(NamedTuple):
-    """A group without a world: its backends, its members, and a function that deletes its keys in the store."""
+    """A group without a default group: its backends, its members, and a function that deletes its keys in the store."""
 
     choice: BackendChoice
     members: Sequence[Member]
@@ -57,8 +57,8 @@ class Standalone(NamedTuple):
 class Groups:
     """The registry of groups. `backends` has the default group and then the others, oldest first, with their backends.
 
-    `standalone` has the groups without a world (standalone.py). In a child of fork, `inherited` is the error that every
-    use of the default group and of the other groups of that job raises.
+    `standalone` has the groups that belong to no default group (standalone.py). In a child made by fork, `inherited` is
+    the error that calls on groups of the parent's job raise.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Groups:
             self.world = group
 
     def disown(self) -> None:
-        """Make every group unusable in a child of fork; the peers notice nothing."""
+        """Make every group unusable in a child made by fork; other ranks notice nothing."""
         error = AbortedError(
             f"the process groups belong to process {os.getppid()}, from which process {os.getpid()} was forked; call "
             "init_process_group in the new process, or start it by spawn"
@@ -100,7 +100,7 @@ at_fork("groups", groups.disown)
 
 
 class _GroupMember:
-    """Namespace as in torch: `WORLD` is the default group, or None; `NON_GROUP_MEMBER` is of class NonMember."""
+    """torch's namespace: `WORLD` is the default group or None; `NON_GROUP_MEMBER` is the only NonMember."""
 
     NON_GROUP_MEMBER = NonMember()
 
@@ -130,9 +130,9 @@ def member_of(group: Group, what: str) -> ProcessGroup | None:
 def group_rank(
     group: ProcessGroup, what: str, global_rank: int | None, rank: int | None, default: int | None = None
 ) -> int:
-    """Return the group rank that torch's pair of arguments, `src` and `group_src` or `dst` and `group_dst`, means.
+    """Return the group rank that two arguments of torch denote: `src` and `group_src`, or `dst` and `group_dst`.
 
-    `what` is "src" or "dst". `default` is the global rank if neither argument is given; None: one must be given.
+    `what` is "src" or "dst". `default` is the global rank to take if neither argument is given; None: raise instead.
     """
     if rank is not None:
         if global_rank is not None:
@@ -163,8 +163,8 @@ def get_world_size(group: Group = None) -> int:
 def get_backend(group: Group = None) -> Backend:
     """Return the backend of a group, as given when the group was made.
 
-    For "auto" the result is the backend in use: "shm" on one node, "tcp" if each rank has its own node. If the group
-    was made with a backend for each device, the result is that for the CPU.
+    If that was "auto", the result is the backend in use, such as "shm" on one node, or "tcp" if each rank has its own
+    node. If the group was made with a backend for each device, the result is the backend for the CPU.
 
     Raises:
         UsageError: this process is not in the group.

@@ -17,7 +17,7 @@ from .lease import StoreLease
 
 @dataclass(eq=False)
 class Job:
-    """A job, as one of its ranks sees it. It makes groups, whose members meet in the job's store (`lease.store`)."""
+    """A job, as one of its ranks sees it. The members of its groups meet in the job's store (`lease.store`)."""
 
     lease: StoreLease
     choice: BackendChoice  # of the world
@@ -28,18 +28,18 @@ class Job:
     )  # key prefixes of the groups besides the world
     _over: dict[str, int] = field(
         default_factory=dict, init=False
-    )  # groups whose members have all left: how many groups every rank must have made before the other keys are deleted
+    )  # by key of a group that all members have left: how many groups every rank must have made before its keys go
     _calls: Counter[str] = field(default_factory=Counter, init=False)
 
     def number(self, kind: str) -> int:
-        """Return how often this was called for `kind` before. Ranks that make the same calls get the same numbers."""
+        """Return how often this was called for `kind` before. Ranks that make the same calls get equal numbers."""
         self._calls[kind] += 1
         return self._calls[kind] - 1
 
     def make_group(
         self, name: str, key: str, ranks: Sequence[int], timeout: float, choice: BackendChoice
     ) -> ProcessGroup:
-        """Make a group of `ranks`, which are global; collective among them."""
+        """Make a group of the global ranks `ranks`; collective among them."""
         members = [self.lease.members[rank] for rank in ranks]
         store, rank = PrefixStore(key, self.lease.store), ranks.index(self.lease.rank)
         return make_group(choice, store, name, members, rank, timeout)
@@ -48,8 +48,8 @@ class Job:
     def making(self, ranks: Sequence[int], doing: str, counted: bool = True) -> Iterator[None]:
         """Run the block that makes a group of `ranks`; its errors begin with `doing`.
 
-        If all ranks of the job make this call, it is `counted`: the lease counts it when the block ends, even with an
-        error. If the store is lost because rank 0 died, the error is PeerDiedError.
+        `counted` means that all ranks of the job make this call: the lease then counts the call when the block ends,
+        even with an error. If the store is lost because rank 0 died, the error is PeerDiedError.
         """
         try:
             yield
@@ -70,20 +70,20 @@ class Job:
             self.lease.settle()
 
     def keep_place(self, group: ProcessGroup, place: str) -> None:
-        """Record the key prefix of a group: `group<number>/...`, or a name that only the members know."""
+        """Record the key prefix of a group: `group<number>/...`, or `members.../...` if only the members made it."""
         self._places[group] = place
 
     def left(self, group: ProcessGroup) -> None:
         """Record that this rank has left a group. The last member to leave deletes the group's keys.
 
-        The members' requests for the group stay until every rank of the world has finished as many calls of new_group,
-        because a rank that has left out a call detects this by reading them.
+        The members' requests for the group (subgroups.py) stay in the store until every rank of the world has finished
+        this call of new_group, because a rank that has left out a call detects this by reading these requests.
         """
         place = self._places.pop(group, None)
         if place is None:
             return
         key, is_counted = place.partition("/")[0], place.startswith("group")
-        with suppress(StoreError):  # rank 0 is gone, or stopped
+        with suppress(StoreError):  # rank 0, which serves the store, is gone or stopped
             all_left = self.lease.store.retire(f"{place if is_counted else key}/", group.size)
             if all_left and is_counted:
                 # A rank that has finished this call has made this many groups: the world first, then group0.

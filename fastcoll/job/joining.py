@@ -1,21 +1,21 @@
 """How a process joins a running job, through a store that outlives the ranks; joiners and rank 0 poll the store.
 
 A joiner registers and waits. Rank 0 checks that a waiting joiner is alive (`called`, `here`), then invites it to an
-attempt. In an attempt all ranks and the invited joiners meet under keys of the attempt and make a new world beside the
-old one. The first process to write the outcome of an attempt decides it. A process writes MADE after it has passed a
-barrier of the new world, because every member then has that world; it writes OFF after a failure. All processes obey
-the outcome, so they agree on one world.
+attempt. In an attempt, all ranks and the invited joiners meet under the attempt's keys and make a new world beside the
+old one. The first process that writes the outcome of an attempt decides it. A process writes MADE after it has passed a
+barrier of the new world, which proves that every member has that world; it writes OFF after a failure. After MADE all
+processes use the new world; after OFF none does, and the ranks keep the old one.
 
 Keys, under elastic/:
 
-    registered      the number of joiners so far; count: how many of them have set waiting/<n>
+    registered      the number of joiners so far; count has the number of joiners that have set waiting/<n>
     waiting/<n>     joiner n waits
     gone/<n>        joiner n has ended; it sets this itself, or the store's server does when the joiner's process ends
     called/<n>      rank 0 asks whether joiner n is alive; here/<n> is the answer
     invited/<n>     JSON: the attempt, the joiner's rank and the size of the world
     attempts        the number of attempts so far; outcome/<a>: see above
     world<a>/...    the keys of attempt a: those of its meeting and those of the new job
-    first/<k>/...   the same for attempt k of the first meeting (beginning.py); start/... has their outcomes
+    first/<k>/...   the keys of attempt k of the first meeting (beginning.py); start/... has the outcomes of these
     cleared         world<a>/ is deleted for all attempts before this number
     over            the job has ended
 """
@@ -42,7 +42,7 @@ _log = logging.getLogger("fastcoll")
 FORMING_SECONDS = 30.0
 """How long the members of an attempt wait for one another before its outcome is OFF."""
 _STORE_SECONDS = 10.0  # the store must answer a joiner within this time
-_TRIES = 5
+_TRIES = 5  # how many attempts one joiner takes part in at most
 _MADE, _OFF = b"made", b"off"
 
 
@@ -51,7 +51,7 @@ class JobEndedError(RendezvousError):
 
 
 class Invitation(NamedTuple):
-    """The attempt to which a joiner is invited; the joiner's rank and the size of the world in that attempt."""
+    """An invitation to an attempt: its number, and the joiner's rank and the size of the world in that attempt."""
 
     attempt: int
     rank: int
@@ -75,19 +75,19 @@ class JoinQueue:
         self._store = TCPStore(host.strip("[]"), int(port), timeout=grace)
         self._keys = PrefixStore("elastic", self._store)
         self.attempts = Attempts(self._store)
-        self._settled = 0  # the value of `count` when last no joiner was waiting
+        self._settled = 0  # the value of `count` the last time that rank 0 found no joiner waiting
 
     def close(self) -> None:
         """Close the store. Calling it twice is fine."""
         self._store.close()
 
     def place(self, name: str) -> tuple[Store, Callable[[], None]]:
-        """Return the store of an attempt, on its own connection, and a function that closes that connection."""
+        """Return the part `name` of the store, on its own connection, and a function that closes that connection."""
         store = self._store.clone()
         return PrefixStore(f"elastic/{name}", store), store.close
 
     def attempts_apart(self) -> tuple[Attempts, Callable[[], None]]:
-        """Return `attempts` on its own connection, and a function that closes that connection."""
+        """Return an object like `attempts` with its own connection, and a function that closes that connection."""
         store = self._store.clone()
         return Attempts(store), store.close
 
@@ -104,7 +104,7 @@ class JoinQueue:
         self._settled = 0
 
     def shut(self) -> None:
-        """Mark the job as ended, which ends the wait of every joiner."""
+        """Mark the job as ended; every waiting joiner then raises JobEndedError."""
         self._keys.set("over", b"1")
 
     def ready(self) -> tuple[list[int], bool]:
@@ -132,7 +132,7 @@ class JoinQueue:
         return self._keys.add("attempts", 1)
 
     def invite(self, attempt: int, joiners: Sequence[int], size: int) -> None:
-        """Invite joiners, which ends their wait, to become the ranks `size`, `size` + 1 and so on."""
+        """Invite joiners, which then stop waiting, to become the ranks `size`, `size` + 1 and so on."""
         for rank, n in enumerate(joiners, size):
             place = {"attempt": attempt, "rank": rank, "size": size + len(joiners)}
             self._keys.set(f"invited/{n}", json.dumps(place))
@@ -159,8 +159,8 @@ class JoinQueue:
     def wait(self, timeout: float, began: float) -> tuple[Invitation, Callable[[], None]]:
         """Register and wait for an invitation; return it, and a function that withdraws this joiner's will.
 
-        The will is a request to the store's server: set gone/<n> when this process ends. `timeout` counts from
-        `began`, a value of time.monotonic().
+        The will asks the store's server to set gone/<n> when this process ends. `timeout` counts from `began`, a value
+        of time.monotonic().
 
         Raises:
             RendezvousError: the job has ended.
@@ -201,7 +201,7 @@ Start = Callable[
 ]
 """Joins a world in a store: (store, rank, size, close, confirm, timeout, began).
 
-`close` closes the store. `confirm` raises unless the outcome of the attempt is MADE. `timeout` counts from `began`, a
+`close` closes the store. `confirm` raises if the outcome of the attempt is not MADE. `timeout` counts from `began`, a
 value of time.monotonic().
 """
 
@@ -209,9 +209,9 @@ value of time.monotonic().
 def come_in(address: str, name: str, timeout: float, start: Start) -> tuple[Job, ProcessGroup]:
     """Join the job whose store is at `address`; wait for invitations until `timeout` seconds have passed.
 
-    `name` is the launcher's name for this process, or a name that the process has chosen. If an attempt fails,
-    for example because another joiner died or does not fit, this process waits for the next attempt. It takes part in
-    at most five attempts.
+    `name` is the launcher's name for this process, or a name that the process has chosen. If an attempt fails, for
+    example because another joiner died or passed other arguments, this process waits for the next invitation. It takes
+    part in at most five attempts.
     """
     began, join_queue = time.monotonic(), JoinQueue(address, _STORE_SECONDS)
     with closing(join_queue):

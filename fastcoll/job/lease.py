@@ -1,7 +1,7 @@
-"""StoreLease: a rank's share of the store in which the ranks of its job met, until the rank leaves.
+"""StoreLease: the job's store, in which its ranks met, as one rank uses it until it leaves the job.
 
-The store has a count for each rank: how many groups that rank has finished making. Rank 0, which hosts the TCP store,
-reads the counts, and leaves only when no other rank needs the store.
+The store has a count for each rank: how many groups that rank has finished making. Rank 0 serves a TCP store, so before
+it leaves, it reads these counts and waits until no other rank needs the store.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from ..system.processes import Member, dead_among
 
 _log = logging.getLogger("fastcoll")
 _POLL_SECONDS = 0.01
-# How long rank 0 keeps the store open at most, in seconds, if Ctrl-C interrupted it while it made its last group.
+# How long at most rank 0 waits for other ranks before it leaves, if Ctrl-C interrupted it while it made its last group.
 _INTERRUPTED_SECONDS = 0.5
-# How long a rank tries to publish that it has left: rank 0, which serves the store, may be stopped or out of reach.
+# How long a leaving rank tries to publish that it leaves. The server of the store may be stopped or out of reach.
 _PUBLISH_SECONDS = 1.0
-# A leaving rank adds this to its count: more than any number of groups.
+# A leaving rank adds this to its count. No rank makes as many groups, so a count from this up means: the rank has left.
 _LEFT = 1 << 30
 
 
 @dataclass(eq=False)
 class StoreLease:
-    """The store that the ranks of a job share, as one of them sees it."""
+    """The store that the ranks of a job share, as one of these ranks uses it."""
 
     store: Store  # the job's own part of the store
     members: Sequence[Member]  # every rank of the job
     rank: int
-    close_store: Callable[[], None]  # releases the store behind `store`
-    _settled: int = field(default=0, init=False)
-    _interrupted: bool = field(default=False, init=False)
+    close_store: Callable[[], None]  # releases the whole store, of which `store` is a part
+    _settled: int = field(default=0, init=False)  # how many groups this rank has finished making
+    _interrupted: bool = field(default=False, init=False)  # whether Ctrl-C ended the making of the last one
 
     def settle(self, interrupted: bool = False) -> None:
-        """Count one more group that this rank has finished making. If that was `interrupted`, rank 0 waits less."""
+        """Count one more group that this rank has finished making; if it was `interrupted`, `leave` waits less."""
         self._settled += 1
         self._interrupted = interrupted
         self._count(1)
 
     def settled_by_all(self) -> int:
-        """Return the lowest count: every rank has finished making at least this many groups. Never blocks."""
+        """Return the lowest count of all ranks: how many groups each has finished making at least. Never blocks."""
         return min(self._counts())
 
     def _counts(self) -> list[int]:
@@ -53,18 +53,18 @@ class StoreLease:
         return [int(count or 0) for count in counts]
 
     def leave(self, grace: float, gone: Sequence[Member] = (), exit_reason: str = "") -> None:
-        """Release the store. Rank 0 first waits until no living rank needs it, for `grace` seconds at most.
+        """Release the store. Rank 0 first waits until no living rank needs the store, for `grace` seconds at most.
 
         Args:
             gone: ranks that are known to be dead.
-            exit_reason: the text of the error that ranks raise if they wait for this one to make a group.
+            exit_reason: why this rank leaves, for the error of ranks that wait for this rank to make a group.
         """
         before = self.store.timeout  # restored below, because the store may be the user's
         try:
             if self.rank == 0:
                 self._await_others(min(grace, _INTERRUPTED_SECONDS) if self._interrupted else grace, gone)
             self.store.set_timeout(min(before.total_seconds(), _PUBLISH_SECONDS))
-            with suppress(StoreError):  # the ranks that would read it are gone
+            with suppress(StoreError):  # the store is gone or out of reach
                 self.store.set(f"farewell/{self.rank}", exit_reason)
             self._count(_LEFT)
         finally:
@@ -72,7 +72,7 @@ class StoreLease:
             self.close_store()
 
     def _await_others(self, grace: float, gone: Sequence[Member]) -> None:
-        """Wait until no living rank has made fewer groups than this one."""
+        """Wait until every living rank has finished making as many groups as this rank."""
         started, warning = time.monotonic(), LateWarning()
         while True:
             try:
@@ -91,11 +91,11 @@ class StoreLease:
             time.sleep(_POLL_SECONDS)
 
     def _count(self, amount: int) -> None:
-        with suppress(StoreError):  # the ranks that would read it are gone
+        with suppress(StoreError):  # the store is gone or out of reach
             self.store.add(f"settled/{self.rank}", amount)
 
     def raise_if_left(self, ranks: Sequence[int], doing: str) -> None:
-        """Raise AbortedError, with the exit reasons, if any of `ranks` has left the job: they make no more groups."""
+        """Raise AbortedError, with the exit reasons, if any of `ranks` has left the job, so it makes no more groups."""
         reasons = self.store.peek([f"farewell/{rank}" for rank in ranks], 0)
         if gone := [(rank, reason.decode()) for rank, reason in zip(ranks, reasons, strict=True) if reason]:
             text = ", ".join(f"{self.members[rank]} {reason}" for rank, reason in gone)

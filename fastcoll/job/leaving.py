@@ -1,9 +1,9 @@
 """How a rank leaves groups: it completes the operations under way, and reports those that it cannot complete.
 
-Collectives and sends are completed within the timeout of their group, because other ranks take part in them. A receive
-cannot complete once no rank is left that could send. So a rank that has only receives left publishes this to its peers
-(core/monitor.py), and waits for messages until all peers have only receives left too, for 30 s at most. If an exception
-ends the rank, it waits for nothing, and the peers get an error at once.
+A leaving rank waits for its collectives and sends, for the timeout of the group at most, because other ranks take part
+in them. A receive cannot complete once no rank is left that could send. So a rank that has only receives left publishes
+this to its peers (core/monitor.py), and waits for messages until all peers have only receives left too, for 30 s at
+most. If an exception ends the rank, the rank waits for nothing, and the peers get an error at once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..errors import AbortedError, GroupError
 
 _log = logging.getLogger("fastcoll")
 _POLL_SECONDS = 0.005
-# How long a leaving rank waits for its receives, if peers neither send nor leave. The program has posted these
-# receives without waiting for them.
+# How long a leaving rank waits for its pending receives, for which the program has not waited, if peers neither send
+# nor leave.
 _RECEIVE_SECONDS = 30.0
 _MOST_NAMED = 8
 
@@ -35,13 +35,13 @@ def leave(
     """Leave groups, given oldest first, and release their resources.
 
     Args:
-        error: the exception that is being handled or has ended this process, if any. Then no operation is completed,
-            except after SystemExit with code 0 or None.
+        error: the exception that is being handled or has ended this process; None: there is none. After an exception
+            other than SystemExit with code 0 or None, `leave` does not wait for operations.
         let_go: a function that closes the groups by `close` below; None: `leave` calls `close` itself.
 
     Returns:
-        An error that names the operations that failed or were never completed, and whose results the program never
-        asked for. None if there are no such operations.
+        An error that names the operations that failed or were never completed, if the program never asked for their
+        results. None if there are no such operations.
     """
     in_order = error is None or (isinstance(error, SystemExit) and not error.code)
     waiting = [group for group in groups if in_order and group.may_wait()]
@@ -77,7 +77,7 @@ def _complete(groups: Sequence[ProcessGroup]) -> None:
     """Wait for the operations under way, as long as they can still complete."""
     started = time.monotonic()
     for group in groups:
-        group.messages.poll()  # moves the requests of compiled callers into the group
+        group.messages.poll()  # adds the requests of compiled callers to the operations under way
         while works := [work for work in group.gate.unobserved.under_way() if not work.needs_message]:
             left = started + group.timeout - time.monotonic()
             if left <= 0:
@@ -121,8 +121,9 @@ class ExitHook:
     def _run(self) -> None:
         self.take_back()
         try:
-            # In children of multiprocessing, the exception is still being handled. In other processes, Python keeps the
-            # exception that it has printed. In an interactive session, that exception has not ended the program.
+            # In children of multiprocessing, the exception that ended the program is still being handled. In other
+            # processes, Python keeps the exception that it has printed (`last_value`). In an interactive session, that
+            # exception has not ended the program, so it is ignored.
             interactive = sys.flags.interactive or hasattr(sys, "ps1")
             error = sys.exc_info()[1] or (None if interactive else getattr(sys, "last_value", None))
             lost = self._leave(error)
@@ -135,7 +136,7 @@ class ExitHook:
 
 
 def _fail_exit() -> None:
-    """Make this process end with exit code 1, after all other hooks: Python ignores exit codes of its exit hooks."""
+    """Make this process end with exit code 1, after all other hooks, because Python ignores SystemExit in hooks."""
     processes = sys.modules.get("multiprocessing.process")
     if processes is not None and processes.parent_process() is not None:
         sys.modules["multiprocessing.util"].Finalize(None, sys.exit, (1,), exitpriority=-1000)

@@ -1,7 +1,7 @@
 """Recovery after the death of a rank: `abort` fails a group on all ranks, `shrink` makes a new group of the survivors.
 
-The survivors use a new group once a barrier on it has succeeded, because every member then has it. If a rank dies
-before that, the survivors meet again.
+The survivors use a new group only after a barrier on it has succeeded, which proves that every member has made it. If a
+rank dies before that, the survivors meet again.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .lease import StoreLease
 from .leaving import close
 from .world import current_job, replace_job
 
-# How long to look for a dead member after an attempt to make a group has failed.
+# How long to look for a dead member after the survivors have failed to make a group.
 _SEEN_SECONDS = 0.5
 _POLL_SECONDS = 0.002
-_SHRUNK = ", shrunk to "  # in a new group's name, between the old name and the new size
+_SHRUNK = ", shrunk to "  # in a shrunk group's name, between the old group's name and the new size
 
 
 def abort(group: Group = None, reason: str = "abort() was called") -> None:
@@ -106,9 +106,9 @@ def shrink(group: Group = None, timeout: Timeout = None) -> ProcessGroup:
 
 
 def _level(group: ProcessGroup, members: Sequence[Member]) -> Level:
-    """Return a group as a Level, at which survivors look for one another.
+    """Return a group as a Level (rendezvous/regroup.py), through which survivors look for one another.
 
-    `members` are the group's members with their ranks in the failed group, because a new default group renumbers them.
+    `members` are the group's members, each with its rank before `shrink`, because a new default group renumbers them.
     """
 
     def gone() -> list[int]:
@@ -133,7 +133,7 @@ def _someone_died(members: Sequence[Member]) -> bool:
 
 
 Settle = Callable[[], None]
-"""Replaces the old group by the new one, once every member has the new one."""
+"""A function that replaces the old group by the new one. It is called when every member has the new group."""
 
 
 def _world_of(job: Job, old: ProcessGroup, met: Regrouped) -> tuple[ProcessGroup, Settle]:

@@ -1,6 +1,7 @@
 """`shared_arrays`: allocate NumPy's new arrays in memory that the other ranks of the node read in place.
 
-A `with` block sets NumPy's memory handler of the current context; `enable` changes the default handler of the process.
+A `with` block sets NumPy's memory handler for the current context, which is a thread or an asyncio task; `enable`
+changes NumPy's default handler, for the whole process.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class shared_arrays:
 
     This includes results of expressions, copies and `np.zeros`. Collectives on such arrays, on their views and on
     tensors made of them by `torch.from_numpy` copy less, even if other ranks pass ordinary arrays, and give the same
-    bits. An array stays shared after the block, for as long as it lives. In all else it is an ordinary ndarray.
+    bits. An array stays shared after the block, for as long as it lives. Otherwise it is an ordinary ndarray.
 
     The block applies to this thread, and in asyncio to this task; `shared_arrays.enable()` applies to all threads.
     Blocks may be nested and need no process group. Memory of other libraries, and arrays that NumPy grows from a small
@@ -63,7 +64,7 @@ class shared_arrays:
         if _is_ready():
             handler, (context, functions) = default_handler(), _arena().functions()
             malloc, calloc, realloc, free = functions
-            # Set `free` first: memory that a new function allocates must be freed by a new function.
+            # Set `free` and `realloc` first, because the new ones must handle all memory that the new `malloc` returns.
             handler.context, handler.free, handler.realloc = context, free, realloc
             handler.malloc, handler.calloc = malloc, calloc
 
@@ -81,14 +82,14 @@ class shared_arrays:
 
 
 def _arena() -> ModuleType:
-    """Import the arena when it is needed, because it imports compiled code."""
+    """Import shm/arena.py, from which shared arrays get memory, only when it is needed: it imports compiled code."""
     from ..shm import arena
 
     return arena
 
 
 def _is_ready() -> bool:
-    """Create the arena if there is none; return False, and warn once, if that fails."""
+    """Create the memory for shared arrays if there is none yet; if that fails, warn once and return False."""
     try:
         _arena().create()
     except ResourceError as error:

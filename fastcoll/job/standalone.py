@@ -1,7 +1,7 @@
 """Groups without a world: their members meet in a store. Each group is its own job; a process may have several.
 
-They are for libraries that bring their own ranks and store: actors, plug-ins, torch's backend. A group that the program
-never destroys is left at exit, while Python still runs. A child of fork has none of its parent's groups.
+They are for libraries that bring their own ranks and store: actors, plug-ins, torch's backend. At exit, a process
+leaves the groups that the program has not destroyed. A child made by fork has none of its parent's groups.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def group_from_store(
     `destroy_process_group(group)` ends it. A process may be in any number of such groups.
 
     Args:
-        store: of fastcoll or torch.distributed. It is used until the group is made, and stays open.
+        store: a store of fastcoll or torch.distributed. It is used until the group is made, and stays open.
         rank, world_size: this process's rank in the group, and the number of its members.
         timeout: seconds or timedelta, for meeting and for every call on the group; None: FASTCOLL_TIMEOUT (1800 s).
         group_name: must differ between sets of members that use one store; the same members may use a name again.
@@ -55,8 +55,8 @@ def group_from_store(
     Raises:
         UsageError: an argument is wrong, or the members' arguments do not fit together.
         UnavailableError: the backend is not available, or cannot join these nodes.
-        RendezvousError: the others did not come in time (StoreTimeoutError), or the store is lost.
-        PeerDiedError: a member that had come died before all had come.
+        RendezvousError: the others did not join in time (StoreTimeoutError), or the store is lost.
+        PeerDiedError: a member that had joined died before all had joined.
 
     Example:
         >>> group = dist.group_from_store(store, rank, 4)
@@ -67,8 +67,8 @@ def group_from_store(
     rank, world_size = whole("rank", rank), whole("world_size", world_size)
     if not 0 <= rank < world_size:
         raise UsageError(f"rank is {rank} and world_size is {world_size}; rank goes from 0 to world_size - 1")
-    # Each use of a store is its own job. Each process has its own count of uses, so two processes that claim one rank
-    # meet in one job and get an error.
+    # Each use of a store is its own job, with its own keys. Each process counts its own uses. So two processes that
+    # claim one rank have the same number, meet in one job, and get an error.
     ours, me = PrefixStore("fastcoll", imported(store)), this_process()
     use = ours.add(f"group/{group_name}/use/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
     return make(
@@ -102,7 +102,7 @@ def make(
         ranks, world_size: the members' global ranks, in the order of their group ranks, and the size of the world. By
             default, global ranks are equal to group ranks, and the world has the group's size.
         began: the time.monotonic() from which `timeout` counts; None: now.
-        members: all members, if every member has this list from another group; the ranks then skip the join.
+        members: all members, if every member has this list from another group; the ranks then need not exchange it.
     """
     began = began or time.monotonic()
     choice = parse_backend(backend)
@@ -111,7 +111,7 @@ def make(
     set_process_rank(ranks[rank])
     if ranks[rank] == 0:
         config.warn_of_unknown()
-    # A group of one rank needs no meeting. Ranks may make such groups under the same name, so these share no store.
+    # A group of one rank needs no meeting. It gets its own store, as several ranks may make such groups under one name.
     job = store if size > 1 else HashStore()
     members = members or join(job, rank, size, str(choice), timeout, began=began)
     with ExitStack() as undo:
@@ -128,7 +128,7 @@ def make(
 
 
 def leave_groups(left: Sequence[ProcessGroup], error: BaseException | None) -> GroupError | None:
-    """Leave those of the groups that were not left before; return the error for lost operations, as `leave` does."""
+    """Leave the groups that this rank has not left before; return the error for lost operations, as `leave` does."""
     known = {group: groups.standalone.pop(group) for group in left if group in groups.standalone}
     try:
         return leave(list(known), error)
@@ -146,7 +146,7 @@ def leave_all(error: BaseException | None) -> GroupError | None:
 
 @functools.cache
 def _leave_at_exit() -> None:
-    """Set the exit hook, once a process."""
+    """Set the exit hook, once in each process."""
 
     def at_exit(error: BaseException | None) -> GroupError | None:
         if groups.standalone:

@@ -53,7 +53,7 @@ def new_group(
         use_local_synchronization: only members call this; rank 0 of the world must not leave before they return.
         group_desc: a name for error messages.
         device_id: as for `init_process_group`.
-        sort_ranks: order the group ranks by global rank; False: keep the order of `ranks`, the same on all ranks.
+        sort_ranks: order the group ranks by global rank; False: keep the order of `ranks`, which all ranks must share.
 
     Returns:
         The group; `GroupMember.NON_GROUP_MEMBER` on ranks outside it.
@@ -80,7 +80,7 @@ def new_group(
         chosen = given
     choice = job.choice if backend is None else parse_backend(backend)
     limit = positive_seconds(timeout, job.timeout)
-    # If the world has a communicator of NCCL, the group gets a part of it.
+    # If the world has an NCCL communicator, split it, so that the group gets its own.
     world, in_order = groups.world, chosen == sorted(chosen)
     nccl = choice.by_device.get("cuda") == Backend.NCCL and world.failure is None
     splits = not use_local_synchronization and in_order and nccl and world.gpus.splits()
@@ -100,7 +100,7 @@ def new_group(
         group = None
         if job.lease.rank in chosen:
             name = f"{group_desc} ({key})" if group_desc else key
-            # Groups of other ranks may have the same key, if some ranks have left out calls of new_group.
+            # If some ranks have left out calls of new_group, another group may have the same key, so add a checksum.
             place = f"{key}/{crc32(repr(chosen).encode()):08x}"
             group = job.make_group(name, place, chosen, limit, choice)
             job.keep_place(group, place)
@@ -193,7 +193,7 @@ def split_group(
         backend: as for `new_group`; None: that of `parent_pg`.
 
     Returns:
-        The group of this rank; None if it is in none. (To a collective, `group=None` is the world.)
+        The group of this rank; None if it is in none. (Do not pass None to a collective, which takes it as the world.)
 
     Raises:
         UsageError: `split_ranks` is missing, has a rank twice, or a rank that is not in `parent_pg`.
@@ -231,7 +231,7 @@ def _new_groups(
 
 
 def _checked_parts(name: str, parts: Any) -> list[list[int]]:
-    """Return lists of ranks, or raise if they are not, or have a rank in common."""
+    """Return `parts` as lists of ranks; raise UsageError if they are something else, or have a rank in common."""
     if isinstance(parts, str) or not isinstance(parts, Iterable):
         raise UsageError(f"{name} is {parts!r}; give a list of lists of ranks")
     checked = [wholes(f"{name}[{index}]", part) for index, part in enumerate(parts)]
@@ -242,7 +242,10 @@ def _checked_parts(name: str, parts: Any) -> list[list[int]]:
 
 
 def _key(job: Job, ranks: Sequence[int], only_members: bool) -> str:
-    """Return the group's name in the store, numbered by the calls of all ranks, or of the members only."""
+    """Return the group's key in the store, which has the number of this call.
+
+    Calls of new_group are counted together if all ranks make them, and for each set of members if only these do.
+    """
     if not only_members:
         return f"group{job.number('all')}"
     label = f"members{crc32(repr(sorted(ranks)).encode()):08x}x{len(ranks)}"
@@ -271,8 +274,8 @@ def _is_agreed(
 ) -> bool:
     """Wait for the requests of the ranks `asked`, and return whether they are the same as this rank's.
 
-    False: the others have made another group, for which this rank has left out its call. This cannot happen if the
-    group gets a part of the world's communicator (`splits`), because members then wait for all ranks.
+    False: the others have made another group, for which this rank has left out its call. This cannot happen if ranks
+    split the world's communicator (`splits`), because members then wait for all ranks.
 
     Raises:
         MismatchError: the requests differ for another reason.
@@ -303,7 +306,7 @@ def _is_agreed(
 def _answers(job: Job, key: str, asked: Sequence[int], limit: float, doing: str) -> list[bytes]:
     """Wait for the requests of these ranks, and return their digests."""
     keys = {rank: f"{key}/asked/{rank}" for rank in asked}
-    missing = dict(keys)  # as of the last poll
+    missing = dict(keys)  # the keys that were not set at the last poll
 
     def late() -> list[int]:
         found = job.lease.store.peek([*missing.values()], 0)
@@ -326,10 +329,12 @@ def _answers(job: Job, key: str, asked: Sequence[int], limit: float, doing: str)
 def _left_out(job: Job, key: str, rank: int, request: bytes, limit: float) -> list[int] | None:
     """Return the ranks of the group for which this rank has left out its call; None: it has left out no call.
 
-    This rank has left out a call in two cases. First: `request`, which `rank` has published, is for a group without
-    this rank, and all members of that group have published the same request. The group is that one. Second: this rank
-    has published the same request at an earlier call, where `rank` requested another group. The group is that other
-    one.
+    `request` is the one that `rank` has published under `key`. This rank has left out a call in two cases:
+
+    1. `request` is for a group without this rank, and all members of that group have published the same request. Then
+       this rank has left out the call for that group.
+    2. This rank has published the same request in an earlier call, in which `rank` requested another group. Then this
+       rank has left out the call for that other group.
     """
     if not key.startswith("group"):
         return None

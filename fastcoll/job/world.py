@@ -48,8 +48,8 @@ from .standalone import leave_groups
 
 _log = logging.getLogger("fastcoll")
 
-# For how many seconds at most rank 0 keeps the store open: after a failed start, so that other ranks can read the
-# reason; at exit, so that other ranks can finish making groups.
+# How long at most rank 0 keeps the store open: after a failed start, so that other ranks can read the reason; at exit,
+# so that other ranks can finish making groups.
 _FAILED_START_SECONDS = 0.5
 _EXIT_SECONDS = 10.0
 
@@ -69,7 +69,7 @@ at_fork("world", _after_fork)
 
 
 def current_job() -> Job:
-    """Return this process's job; raise if there is none, or if the job is the parent's, from before a fork."""
+    """Return this process's job; raise if there is none, or if a fork has copied the job from the parent."""
     if groups.inherited is not None:
         raise groups.inherited
     if _job is None:
@@ -140,13 +140,13 @@ def init_process_group(
             rank and world_size. fastcoll does not close it.
         group_name: distinguishes jobs that use one multicast address or one file.
         pg_options: must be None; no backend has options.
-        device_id: this rank's GPU. It is checked and has no effect: each array knows its GPU.
+        device_id: this rank's GPU. It is checked and has no effect, because each array knows its GPU.
 
     Raises:
         UsageError: an argument is wrong, the ranks' arguments do not fit together, the process already has
             a default group, or another thread is joining.
         UnavailableError: the backend is not available, or cannot connect these nodes.
-        RendezvousError: other processes did not come in time (StoreTimeoutError), or the store is lost.
+        RendezvousError: other processes did not join in time (StoreTimeoutError), or the store is lost.
         PeerDiedError: a process that had joined died before all processes had joined.
         ResourceError: no shared memory or no port.
 
@@ -185,7 +185,7 @@ def join_running_job(address: str, backend: str | None = None, timeout: Timeout 
         UsageError: the address is not HOST:PORT, or the job has another backend.
     """
     choice, limit = _prepare(backend, timeout)
-    backends.load(choice)  # before the ranks of the job wait for this process
+    backends.load(choice)  # now, because later the ranks of the job would wait for this import
     place, me = _place(), this_process()
     name = f"{me.boot_id}/{me.pid}/{me.start_time}" if place is None else place.name
 
@@ -198,9 +198,9 @@ def join_running_job(address: str, backend: str | None = None, timeout: Timeout 
 
 
 def _place() -> ProcessName | None:
-    """Return this process's name in an elastic job's first meeting, or None.
+    """Return this process's name and rank for an elastic job's first meeting (beginning.py).
 
-    The result is None if FASTCOLL_PLACE is not set, or this process has joined a job before.
+    The result is None if FASTCOLL_PLACE is not set, or if this process has joined a job before.
     """
     text = config.get("FASTCOLL_PLACE")
     return place_of(text) if text and not _starts else None
@@ -217,7 +217,10 @@ def _begin(place: ProcessName, choice: BackendChoice, limit: float) -> tuple[Job
 
 
 def _start_in_store(choice: BackendChoice, limit: float) -> Start:
-    """Return a function that joins through a store that outlives the ranks; the job then has the timeout `limit`."""
+    """Return a function that joins through a store that outlives the ranks (`Start` in joining.py).
+
+    The job and its world then have the timeout `limit`.
+    """
 
     def start(
         store: Store,
@@ -264,7 +267,8 @@ def _enter(start: Callable[[], tuple[Job, ProcessGroup]], choice: BackendChoice)
         _joining.release()
     if config.get("FASTCOLL_SHARED_ARRAYS"):
         shared_arrays.enable()
-    _exit_hook.set()  # last: hooks run newest first, and the store may have one that closes it
+    # Last, because exit hooks run newest first: a hook of the store, which closes the store, must run after this one.
+    _exit_hook.set()
 
 
 def destroy_process_group(group: Group = None) -> None:
@@ -295,7 +299,7 @@ def destroy_process_group(group: Group = None) -> None:
         lost = None
         if groups.inherited is None:
             lost = leave([current], sys.exc_info()[1])
-            if _job is not None:  # otherwise another thread has left the job meanwhile
+            if _job is not None:  # None: another thread has left the job meanwhile
                 _job.left(current)
     else:
         return
@@ -383,7 +387,7 @@ def _start(
 
 
 def _leave(error: BaseException | None, grace: float | None, ended: bool = False) -> GroupError | None:
-    """Leave every group and the job, as `leave` does; `ended`: the program has ended without leaving the job."""
+    """Leave every group and the job, as `leave` does; `ended` is True at exit, if the program has not left the job."""
     if ended:
         _log.info("destroy_process_group was not called; leaving at exit")
     failpoints.reach("destroy.enter")
