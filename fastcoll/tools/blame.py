@@ -2,9 +2,10 @@
 
 In a collective call, a rank waits for the members of the group that have not begun the call; in a message, it waits for
 the other rank. A rank is to blame if others wait for it and it waits for no rank itself, or if its process cannot run.
-Ranks that wait for one another are to blame together. An operation on the progress thread, which runs asynchronous
-operations, does not count as a wait of its rank, unless the rank's main thread sleeps as it does in `Work.wait`. The
-records are read one after the other while the ranks run, so waits shorter than MIN_WAIT_SECONDS are ignored.
+Ranks that wait for one another are to blame together. Asynchronous operations run on a progress thread; such an
+operation counts as a wait of its rank only while the rank's main thread sleeps as it does in `Work.wait`. The records
+are read one after the other while the ranks run, so a short wait may be over by now: waits shorter than
+MIN_WAIT_SECONDS are ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _SLEEPS = {
     "tty": "the terminal",
 }
 """The thing for which a process waits, by a part of the name of the kernel function in which the process sleeps."""
-_SLOW = "a large array, a slow network, or fewer cores than ranks: look again whether it goes on"
+_SLOW = "a large array, a slow network, or fewer cores than ranks: run this again to see whether it goes on"
 
 
 class Process(NamedTuple):
@@ -45,7 +46,7 @@ class Process(NamedTuple):
     pid: int  # in the pid namespace of the process that runs this code
     state: str  # the letter in /proc/PID/stat of the main thread, or of another thread if the main thread has ended
     kernel_function: str = ""  # the function in which the thread sleeps; "": unknown
-    cores: float = 0.0  # how many cores it uses
+    cores: float = 0.0  # how many cores the process uses
     command: str = ""
     dumps: bool = False  # whether the process writes its stacks on SIGQUIT (record/dump.py)
 
@@ -75,7 +76,8 @@ class Rank:
 
 Ranks = Mapping[int, Rank]
 Whereabouts = Callable[[MemberRecord], str]
-"""The state of a member that is not among the ranks: GONE, LEFT (its process runs, in no group) or ELSEWHERE."""
+"""The state of a member that is not among the ranks: GONE (its process has ended), LEFT (its process runs, but is in no
+group of the job) or ELSEWHERE (it is on another host, whose processes cannot be read here)."""
 
 
 class Diagnosis(NamedTuple):
@@ -107,14 +109,19 @@ def waits_of(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[RankWai
 
 
 def _late(ranks: Ranks, wait: RankWait, whereabouts: Whereabouts) -> tuple[int, ...]:
-    """Return the members that a pending call waits for."""
+    """Return the members that a pending call waits for.
+
+    These are the members that have not begun the call, as far as their records can be read here. If there are none:
+    the members in the call whose processes cannot run, else those that the waiting rank's record lists as late, else
+    those on other hosts.
+    """
     group, late, unable = wait.group, {*wait.late}, set()
     for peer in group.members:
         rank = ranks.get(peer.rank)
         its = side(rank.record, group) if rank is not None and not rank.is_able else None
         if its is not None and its.calls >= wait.number > its.finished:
             unable.add(peer.rank)
-    # Ranks on other machines cannot be read here, but the waiting rank's record may list which of them are late.
+    # The records of ranks on other hosts cannot be read here, but the waiting rank's record may list late ranks.
     reported = {group.late, *(rank for each in group.waits for rank in each.ranks if each.number)} - {-1}
     unknown = {p.rank for p in group.members if p.rank not in ranks and whereabouts(p) == ELSEWHERE}
     return tuple(sorted((late - unknown or unable or reported or unknown) - {wait.rank}))
@@ -164,18 +171,18 @@ def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Diagnosi
 def _blocking(rank: Rank, own: list[RankWait]) -> list[RankWait]:
     """Return the waits that block a rank.
 
-    If the rank has waits outside the progress thread, these block it. Otherwise all its waits block it, unless its main
-    thread runs code.
+    If the rank has waits outside the progress thread, these block it. If all its waits are on the progress thread, they
+    block it unless its main thread runs code.
     """
     direct = [wait for wait in own if not (wait.number and wait.group.pending)]
     process = rank.process
-    # A rank that runs code is not in Work.wait.
+    # Work.wait sleeps in a futex, so a main thread that runs or sleeps elsewhere is not in Work.wait.
     runs = process.state == "R" or (process.kernel_function and "futex" not in process.kernel_function)
     return direct or ([] if runs and rank.is_able else own)
 
 
 def _by_call(waits: Iterable[RankWait]) -> list[list[RankWait]]:
-    """Group the waits by their calls; each wait in a message is a group of its own."""
+    """Return one list of waits for each call, and one for each wait in a message."""
     calls: dict[tuple[object, ...], list[RankWait]] = {}
     for wait in waits:
         key = wait.group.name, wait.group.members, wait.number, -1 if wait.number else (wait.rank, wait.what)
@@ -193,7 +200,7 @@ def _seconds(held: Sequence[RankWait]) -> float:
 def _of_rank(rank: Rank, waits: Sequence[RankWait], own: Sequence[RankWait]) -> Diagnosis:
     """Describe a rank to blame: others wait for it, and it waits for no rank itself or cannot run.
 
-    `waits` are the other ranks' waits for it; the text begins with the longest. `own` are the rank's own waits.
+    `waits` are the other ranks' waits for this rank; the text begins with the longest. `own` are its own waits.
     """
     held, *others = sorted(_by_call(waits), key=_seconds, reverse=True)
     first, who = held[0], f"{_names(held)} waited in for {seconds_of(_seconds(held))}"
@@ -217,7 +224,7 @@ def _of_rank(rank: Rank, waits: Sequence[RankWait], own: Sequence[RankWait]) -> 
 
 
 def condition(process: Process) -> tuple[str, str]:
-    """Return two texts: the activity of a process outside of calls, or why it cannot run; and what to do next."""
+    """Return two texts: what a process does outside of fastcoll's calls, or why it cannot run; and what to do next."""
     pid, kernel_function = process.pid, f" ({process.kernel_function})" if process.kernel_function else ""
     stack = f"py-spy dump --pid {pid} shows the line"
     if process.dumps:
@@ -258,7 +265,7 @@ def _of_unseen(lost: Sequence[MemberRecord], waits: Sequence[RankWait], where: s
 
 
 def _of_circle(circle: Sequence[int], waits: Sequence[RankWait]) -> Diagnosis:
-    """Describe ranks that wait for one another in different calls, and the ranks that wait for them."""
+    """Describe ranks that wait for one another in different calls, and all waits for these ranks."""
     lines = []
     for held in _by_call(wait for wait in waits if {*circle}.intersection(wait.late)):
         first, theirs = held[0], sorted({rank for wait in held for rank in wait.late})

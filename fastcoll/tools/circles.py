@@ -6,7 +6,10 @@ from collections.abc import Iterator, Mapping, Set
 
 
 def circles(waits: Mapping[int, Set[int]]) -> list[list[int]]:
-    """Return the maximal sets of ranks that wait for one another, sorted; also ranks that wait for themselves."""
+    """Return the maximal sets of ranks that wait for one another, sorted; also ranks that wait for themselves.
+
+    `waits` has, for each rank that waits, the ranks for which it waits.
+    """
     seen = set[int]()
     finished = [rank for start in waits for rank in _finished(start, waits, seen)]
     waited_by: dict[int, set[int]] = {rank: set() for rank in waits}
@@ -22,7 +25,7 @@ def circles(waits: Mapping[int, Set[int]]) -> list[list[int]]:
 
 
 def _finished(start: int, edges: Mapping[int, Set[int]], seen: set[int]) -> Iterator[int]:
-    """Yield the nodes that a search from `start` reaches and that are not `seen`, in post-order."""
+    """Yield the ranks that a search from `start` reaches, in post-order, without those in `seen`; extend `seen`."""
     path = [] if start in seen else [(start, iter(edges[start] & edges.keys()))]
     seen.add(start)
     while path:

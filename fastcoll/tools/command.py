@@ -1,7 +1,7 @@
 """The command `fastcoll`, or `python -m fastcoll`: the first argument names a command, the rest are its arguments.
 
-A command is a module with a function `main(words) -> exit code`. It is imported when it is called, so that `status`
-does not wait for the imports of `bench`.
+A command is a module with a function `main(words) -> exit code`. The module is imported only when its command is
+called, so that `status` does not wait for the imports of `bench`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from importlib import import_module
 from .._version import __version__
 
 COMMANDS = {
-    "status": ("fastcoll.tools.running", "jobs on this machine: what each rank is in, and who is waited for"),
-    "doctor": ("fastcoll.tools.doctor", "what works on this machine and what does not, each with its cure"),
+    "status": ("fastcoll.tools.running", "the jobs on this machine, and the ranks that hold them up"),
+    "doctor": ("fastcoll.tools.doctor", "what works on this machine, what does not, and cures for problems"),
     "env": ("fastcoll.tools.environment", "the launcher that was detected, and the settings in force"),
-    "trace": ("fastcoll.tools.trace", "what went wrong first, from the files that the ranks of a job left"),
+    "trace": ("fastcoll.tools.trace", "what went wrong first in a job, from the files that its ranks wrote"),
     "launch": ("fastcoll.launch.command", "start a program with several ranks"),
     "bench": ("fastcoll.bench.__main__", "time and verify operations"),
-    "warmup": ("fastcoll.warmup", "compile ahead what programs would wait for"),
+    "warmup": ("fastcoll.warmup", "compile functions now, so that programs do not wait for it"),
 }
 _PIPE_IS_CLOSED = 141  # a shell's exit code for a program that SIGPIPE has ended
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = import_module(COMMANDS[name][0]).main(words)
         sys.stdout.flush()
     except BrokenPipeError:  # as in `python -m fastcoll env | head -1`
-        # So that Python's flush at exit succeeds.
+        # Replace stdout, because Python flushes it at exit, and that would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_IS_CLOSED
     return code

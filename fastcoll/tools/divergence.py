@@ -22,7 +22,7 @@ _MOST_NAMED = 8
 
 
 class Edge(NamedTuple):
-    """The wait of one rank for another, in a call or message.
+    """The wait of one rank for another, in the call or message `what`.
 
     `since` is the start of the wait in seconds since 1970; 0: unknown.
     """
@@ -38,8 +38,8 @@ class Divergence:
     """The first thing that went wrong in one group.
 
     Attributes:
-        number: the number of the call.
-        calls: the call of each rank with that number; ranks that have not begun it are missing.
+        number: the number of the call at which the ranks diverged.
+        calls: by rank, its call with this number; ranks that have not begun it are missing.
         late: ranks that have a dump and have not begun the call.
         silent: ranks without a dump.
         since: when the first rank began the call, in seconds since 1970; 0: unknown.
@@ -63,7 +63,7 @@ def _comparable(call: CallRecord) -> tuple[int, int]:
 
 
 def divergences(dumps: Sequence[Dump]) -> list[Divergence]:
-    """Return the first divergence of each group that diverged, in the order of the module's docstring."""
+    """Return the first divergence of each group that diverged: mismatches before waits, and earlier ones first."""
     names = dict.fromkeys(group.name for dump in dumps for group in dump.record.groups)
     found = [each for name in names if (each := _divergence(name, dumps)) is not None]
     return sorted(found, key=lambda each: (not each.is_mismatch, each.since or float("inf")))
@@ -121,7 +121,7 @@ def _divergence_of(
 
 
 def waits(dumps: Sequence[Dump]) -> list[Edge]:
-    """Return which ranks waited for which when they wrote their dumps."""
+    """Return which ranks waited for which at the time of their dumps."""
     records = {dump.rank: dump.record for dump in dumps}
     found: dict[tuple[int, int, str], Edge] = {}
     for dump in dumps:
@@ -136,7 +136,7 @@ def waits(dumps: Sequence[Dump]) -> list[Edge]:
 
 
 def ring(found: Sequence[Edge]) -> list[Edge]:
-    """Return the waits, in order, that lead from some rank back to that rank; empty if there is no such ring."""
+    """Return the waits, in order, that lead from one rank back to the same rank; empty if there is no such ring."""
     leads: dict[int, list[Edge]] = {}
     for wait in found:
         leads.setdefault(wait.waiter, []).append(wait)
@@ -204,7 +204,7 @@ def _headline(found: Divergence, dumps: Sequence[Dump]) -> str:
 
 
 def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:
-    """Yield a sentence about each rank that is missing in the call, with its last call and its present activity."""
+    """Yield a sentence about each rank that is missing in the call: its last call, and what it does now."""
     here = {dump.rank: dump for dump in dumps}
     for rank in found.late[:_MOST_NAMED]:
         dump = here[rank]
@@ -245,7 +245,7 @@ def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:
 
 
 def _awaited(edges: Sequence[Edge], dumps: Sequence[Dump]) -> Iterator[str]:
-    """Yield a sentence about each wait, if no group has diverged, for example because ranks wait in messages.
+    """Yield a sentence about each wait, for dumps in which no group has diverged: ranks may wait in messages.
 
     Waits for ranks that do not wait themselves come first.
     """

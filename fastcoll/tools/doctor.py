@@ -1,4 +1,4 @@
-"""`python -m fastcoll doctor`: tests what fastcoll needs of this machine, and names the cure of each problem.
+"""`python -m fastcoll doctor`: test what fastcoll needs of this machine, and print a cure for each problem.
 
 A check is a function that takes the number of ranks on this machine and yields findings. It tests with the same code
 that a group uses.
@@ -25,15 +25,15 @@ def main(words: Sequence[str] | None = None) -> int:
     cores = len(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(
         prog="python -m fastcoll doctor",
-        description="Try what fastcoll needs of this machine, and say of each trouble its cure.",
-        epilog="exit code: 0; 1 where something will not work (warnings do not count).",
+        description="Test what fastcoll needs of this machine, and print a cure for each problem.",
+        epilog="exit code: 1 if there is a problem, else 0; warnings do not count.",
     )
     usual = max(2, cores)
     parser.add_argument(
         "-n", "--ranks", type=int, default=usual, metavar="N",
-        help=f"ranks that are to run on this machine (default: one a core, at least 2; here {usual})",
+        help=f"how many ranks will run on this machine (default: one per core, at least 2; here {usual})",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="one object, for programs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     given = parser.parse_args(words)
     if given.ranks < 1:
         parser.error(f"-n must be at least 1, got {given.ranks}")
@@ -93,4 +93,4 @@ def examine(ranks: int) -> Iterator[Finding]:
                     text = (
                         str(error) if isinstance(error, FastcollError) else f"{type(error).__name__}: {error}"
                     )
-                    yield Finding("problem", about, text, "the text says what fastcoll would fail on")
+                    yield Finding("problem", about, text, "groups would fail, too; mend what the text names")

@@ -1,4 +1,4 @@
-"""The files that ranks have written (record/dump.py), as plain data: a Dump has one rank's calls and stacks."""
+"""Read the files that ranks have written (record/dump.py); a Dump has one rank's calls and stacks as plain data."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Dump:
         reasons: why the dump was written, oldest first.
         threads: names of threads by their ids.
         time: when the dump was written, in seconds since 1970.
-        seen_by: None if the rank wrote the dump itself; else the other rank that wrote it and waited for this one.
-        state: with `seen_by`, the state of this rank's process, as in /proc/PID/stat.
+        seen_by: None if the rank wrote the dump itself; otherwise the rank that wrote it, while it waited for this one.
+        state: the state of this rank's process, as in /proc/PID/stat, if another rank wrote the dump.
     """
 
     path: Path
@@ -54,11 +54,14 @@ class Dump:
         return self.record.rank
 
     def group(self, name: str) -> GroupRecord | None:
-        """Return this rank's last group of this name, or None."""
+        """Return the newest of this rank's groups with this name, or None."""
         return next((group for group in reversed(self.record.groups) if group.name == name), None)
 
     def program_line(self, which: int = -1) -> str:
-        """Return where the main thread was in the user's program, as in `step (train.py:12)`; "" if unknown."""
+        """Return where the main thread was in the user's program, as in `step (train.py:12)`; "" if unknown.
+
+        `which` is the index of the reason whose stacks to take.
+        """
         stacks = self.reasons[which].stacks if self.reasons else ""
         starts = [*_THREAD.finditer(stacks)]
         for k, start in enumerate(starts):
@@ -74,11 +77,11 @@ class Dump:
 def load(folder: Path, left_out: Callable[[Path], object] = lambda path: None) -> list[Dump]:
     """Return the dumps of the newest job in a folder, ordered by rank.
 
-    Of each rank, the newest dump that the rank wrote itself counts, or else the newest that another rank wrote. Files
-    of another version and files that are no dumps are left out.
+    For each rank, return the newest dump that the rank wrote itself, or else the newest that another rank wrote. Leave
+    out files of another version of fastcoll, and files that are no dumps.
 
     Args:
-        left_out: called with each file of a rank that is left out.
+        left_out: called with the path of each file of a rank that is left out.
     """
     found: list[Dump] = []
     others: list[Dump] = []
@@ -90,7 +93,7 @@ def load(folder: Path, left_out: Callable[[Path], object] = lambda path: None) -
             if data["format"] != FORMAT:
                 raise ValueError("another version's")
             reasons = [Reason(**reason) for reason in data["reasons"]]
-            # Python was stuck after the dump, and SIGQUIT has written newer stacks.
+            # If the file with stacks is newer than the dump, SIGQUIT came later, while Python was stuck.
             beside = path.with_name(path.name.removesuffix(SUFFIX) + STACKS_SUFFIX)
             if beside.exists() and beside.stat().st_mtime > data["time"] and beside.stat().st_size:
                 reasons.append(Reason(beside.stat().st_mtime, "SIGQUIT", beside.read_text(errors="replace")))

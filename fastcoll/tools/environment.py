@@ -1,7 +1,7 @@
-"""`python -m fastcoll env`: show what a program would find in its environment, if started like this command.
+"""`python -m fastcoll env`: show what a program would find in its environment if it were started like this command.
 
-The command starts no process and opens no connection. To see a job's environment, run the command instead of
-the program: `mpirun -n 2 python -m fastcoll env`. The secret is never shown.
+The command starts no process and opens no connection. To see the environment of a job's ranks, start this command in
+place of the program: `mpirun -n 2 python -m fastcoll env`. The secret is never shown.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .printing import Printer
 _SECRET = "FASTCOLL_SECRET"
 _OTHERS = {
     "NUMBA_CACHE_DIR": "where compiled code is kept",
-    "GLOO_SOCKET_IFNAME": "network interfaces, where FASTCOLL_SOCKET_IFNAME names none",
+    "GLOO_SOCKET_IFNAME": "network interfaces, if FASTCOLL_SOCKET_IFNAME is not set",
     "XDG_CONFIG_HOME": "the folder with fastcoll/tuning.json",
-    "XDG_CACHE_HOME": "the folder with compiled code, where the package's own cannot be written to",
+    "XDG_CACHE_HOME": "the folder with compiled code, if the package's own folder cannot be written to",
     "CUDA_VISIBLE_DEVICES": "the GPUs that this process sees",
-    "NO_COLOR": "no colours in what these commands print",
+    "NO_COLOR": "these commands print without colours",
 }
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -47,7 +47,7 @@ class SettingInForce(NamedTuple):
 class Launched(NamedTuple):
     """The launcher that was detected, and what `init_process_group()` derives from it."""
 
-    facts: tuple[tuple[str, str, str], ...]  # each a name, its value and the reason
+    facts: tuple[tuple[str, str, str], ...]  # each has a name, a value, and why the value is so
     wrong: str = ""  # why `init_process_group()` would refuse the environment
 
 
@@ -55,10 +55,10 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command; return 1 if `init_process_group()` would refuse this environment."""
     parser = argparse.ArgumentParser(
         prog="python -m fastcoll env",
-        description="The launcher that was detected and why, where the ranks would meet, and the settings in force.",
-        epilog="exit code: 0; 1 where init_process_group() would refuse this environment.",
+        description="Show which launcher was detected and why, where the ranks would meet, and the settings in force.",
+        epilog="exit code: 1 if init_process_group() would refuse this environment, else 0.",
     )
-    parser.add_argument("--json", action="store_true", help="one object, for programs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     given = parser.parse_args(words)
     launched, settings = launched_by(os.environ), settings_of(os.environ)
     others = [(name, os.environ[name], about) for name, about in _OTHERS.items() if name in os.environ]
@@ -92,7 +92,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def launched_by(environ: Mapping[str, str]) -> Launched:
-    """Return what `init_process_group()` reads from a launcher's variables, and what it ignores."""
+    """Return what `init_process_group()` derives from launchers' variables, and which variables it ignores."""
     sources = [
         (source, _set(source, environ)) for source in (detect.TORCH, *detect.MPI_SOURCES, detect.SLURM)
     ]
@@ -119,7 +119,7 @@ def launched_by(environ: Mapping[str, str]) -> Launched:
 
 
 def _set(source: LauncherVariables, environ: Mapping[str, str]) -> list[str]:
-    """Return the variables of a launcher that are set, with their values."""
+    """Return the variables of a launcher that are set, each as NAME=VALUE."""
     names = (source.rank, source.size, source.local_rank, source.local_size)
     return [f"{name}={environ[name]}" for name in names if name in environ]
 
@@ -149,9 +149,9 @@ def _why_not(source: LauncherVariables, environ: Mapping[str, str], detected: De
     """Return why a launcher's variables are ignored although some are set."""
     found = ", ".join(_set(source, environ))
     if source is not detect.SLURM:
-        return f"{found}: LOCAL_WORLD_SIZE is set by an agent that runs inside it, and the agent counts"
+        return f"{found}: an agent that this launcher started has set LOCAL_WORLD_SIZE, and counts instead"
     if detected.rank is not None:
-        return f"{found}: Slurm is the outermost launcher, and counts only if no other has set variables"
+        return f"{found}: Slurm, the outermost launcher, counts only if no other launcher has set variables"
     if environ.get("SLURM_JOB_NAME") in _SHELLS:
         return f"{found}: this is a shell in an allocation, not a task that srun has started"
     return f"{found}: a task that srun has started has both {source.rank} and {source.size}"
@@ -168,7 +168,7 @@ def _numbers(detected: Detected, environ: Mapping[str, str]) -> list[tuple[str, 
 
 
 def _meeting(detected: Detected) -> tuple[str, str, str]:
-    """Return where `init_process_group()` meets the other ranks; raise the UsageError that it would raise."""
+    """Return the fact about where `init_process_group()` meets the other ranks; raise UsageError as that would."""
     from ..rendezvous.methods import place_of  # imported here, because it imports sockets
 
     meeting = place_of(detected)
@@ -200,7 +200,7 @@ def _meeting(detected: Detected) -> tuple[str, str, str]:
 
 
 def settings_of(environ: Mapping[str, str]) -> list[SettingInForce]:
-    """Return every setting, and every variable that looks like a setting but is none."""
+    """Return every setting of fastcoll, and every FASTCOLL_ variable that is not a setting."""
     found = [_setting(name, setting, environ.get(name)) for name, setting in config.SETTINGS.items()]
     for name, cure in config.unknown(environ).items():
         found.append(SettingInForce(name, environ[name], "environment", f"no setting of fastcoll; {cure}"))

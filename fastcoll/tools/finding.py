@@ -1,7 +1,7 @@
 """The doctor's result for one thing that it checked.
 
-A `problem` is a part that will not work. A `warning` is a part that is slower or untested, or may fail later. `none` is
-an optional part that is not installed.
+The levels: `problem` means that the part will not work; `warning`, that it is slower or untested, or may fail later;
+`none`, that it is optional and not in use; `ok`, that it works.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 
 class Finding(NamedTuple):
-    """The result of one check; `cure` is how to fix a warning or a problem."""
+    """The result for the part `about`; `cure` is how to mend a warning or a problem."""
 
     level: Literal["ok", "none", "warning", "problem"]
     about: str

@@ -22,7 +22,7 @@ from .printing import bytes_of, counted
 
 _SHM = segment.DIRECTORY
 _LARGER = "docker: --shm-size=1g; kubernetes: an emptyDir with medium: Memory; else: mount -o remount,size=1g /dev/shm"
-# Bytes that Numba needs to compile and NumPy for its threads, including address space that they only reserve.
+# Bytes of address space that Numba needs to compile and NumPy for its threads; they only reserve a part of it.
 _ADDRESS_SPACE = 8 << 30
 _SECONDS = 20
 _ASK_PEER = """
@@ -38,7 +38,7 @@ except OSError as error:
 
 
 def shared_memory(ranks: int) -> Iterator[Finding]:
-    """Check /dev/shm: a group gets at most half of the free bytes, as in `meeting.choose_layout`."""
+    """Check /dev/shm: a group gets at most half of its free bytes (`choose_layout` in shm/meeting.py)."""
     try:
         fd = segment.nameless()
     except FastcollError as error:
@@ -84,7 +84,7 @@ def _file_system(path: str) -> str:
 
 
 def memory(ranks: int) -> Iterator[Finding]:
-    """Check the free memory: pages of /dev/shm count as memory of the process that touches them first."""
+    """Check the free memory for a group: a page of /dev/shm counts as memory of the process that touches it first."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free: float = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     about = f"{bytes_of(free)} available"
@@ -105,7 +105,7 @@ def memory(ranks: int) -> Iterator[Finding]:
 def cgroup_limit(name: str) -> float | None:
     """Return the lowest limit in a file of this process's cgroup and the cgroups above it; None: no limit.
 
-    A file `*.current` has the use instead of a limit; return that of the nearest cgroup with this file.
+    A file `*.current` has a cgroup's present use, not a limit; return the use of the nearest cgroup with this file.
     """
     lowest = None
     try:
@@ -128,7 +128,7 @@ def cgroup_limit(name: str) -> float | None:
 
 
 def limits(ranks: int) -> Iterator[Finding]:
-    """Check the resource limits of this process, which ranks that are started from here inherit."""
+    """Check this process's resource limits, because ranks that are started from here inherit them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "any number of" if hard == resource.RLIM_INFINITY else str(hard)
     needed = 2 * ranks + FOR_OTHERS  # rank 0 has a connection and a pidfd for each rank
@@ -139,7 +139,7 @@ def limits(ranks: int) -> Iterator[Finding]:
         yield Finding("ok", "limits", about)
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if space != resource.RLIM_INFINITY and space < _ADDRESS_SPACE:
-        text = f"{bytes_of(space)} of address space; Numba and large groups may find it too little"
+        text = f"{bytes_of(space)} of address space, which may be too little for Numba and large groups"
         yield Finding("warning", "limits", text, "ulimit -v unlimited before the start")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked == resource.RLIM_INFINITY:
@@ -159,9 +159,9 @@ def limits(ranks: int) -> Iterator[Finding]:
 
 
 def memory_of_peers(ranks: int) -> Iterator[Finding]:
-    """Check whether another process of this user may read this one's memory, as ranks do.
+    """Check whether another process of this user may read this process's memory, as ranks do.
 
-    The other process is not an ancestor of this one, because ancestors may have more rights than other ranks.
+    The other process is a child of this one, because an ancestor may have more rights than another rank has.
     """
     if not allowed_algorithms() >> DIRECT & 1:
         yield Finding(
@@ -235,7 +235,7 @@ def cores(ranks: int) -> Iterator[Finding]:
 
 
 def huge_pages(ranks: int) -> Iterator[Finding]:
-    """Report the settings of huge pages, for comparisons of timings; fastcoll asks for none."""
+    """Report the settings of huge pages, which change timings; fastcoll asks for no huge pages."""
     folder = Path("/sys/kernel/mm/transparent_hugepage")
     chosen = {}
     for name in ("enabled", "shmem_enabled"):

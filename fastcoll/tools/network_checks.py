@@ -17,7 +17,7 @@ _LAUNCHERS_PORT = 29500
 
 
 def loopback(ranks: int) -> Iterator[Finding]:
-    """Check loopback: ranks of one machine meet over it, and the backend `tcp` uses it."""
+    """Check loopback, over which ranks of one machine meet, and which the backend `tcp` uses."""
     try:
         listen("127.0.0.1", 0).close()
     except FastcollError as error:
@@ -41,7 +41,7 @@ def interfaces(ranks: int) -> Iterator[Finding]:
         return
     why = f"as {wanted.source} says" if wanted.names else "by the default route"
     if all(each.is_loopback for each in used):
-        yield Finding("none", "interfaces", f"{listed}: no network; jobs of this machine alone")
+        yield Finding("none", "interfaces", f"{listed}: no network, so jobs run on this machine alone")
     else:
         yield Finding(
             "ok", "interfaces", f"between machines: {', '.join(map(str, used))}, {why}; there are {listed}"
@@ -54,14 +54,14 @@ def names(ranks: int) -> Iterator[Finding]:
     try:
         addresses = sorted({str(address[0]) for _, address in resolve(host, 0)})
     except OSError as error:
-        text = f"{host} has no address here ({error}); a job that names it as MASTER_ADDR does not start"
+        text = f"{host} has no address here ({error}); a job with this name as MASTER_ADDR does not start"
         yield Finding(
             "warning", "own name", text, "give an address as MASTER_ADDR, or put the name into /etc/hosts"
         )
         return
     if all(map(is_loopback, addresses)):
         text = (
-            f"{host} is {', '.join(addresses)} here; as MASTER_ADDR it has the store listen on all addresses"
+            f"{host} is {', '.join(addresses)} here; with this MASTER_ADDR the store listens on all addresses"
         )
     else:
         text = f"{host} is {', '.join(addresses)}"
@@ -74,12 +74,12 @@ def ports(ranks: int) -> Iterator[Finding]:
     chosen = config.get("FASTCOLL_PORT_RANGE")
     if chosen:
         free = [port for port in chosen if port not in used]
-        text = f"FASTCOLL_PORT_RANGE={chosen[0]}-{chosen[-1]} has {len(free)} free ones"
+        text = f"FASTCOLL_PORT_RANGE={chosen[0]}-{chosen[-1]} has {len(free)} free ports"
         level = "ok" if len(free) >= ranks else "problem"
         cure = (
             ""
             if level == "ok"
-            else f"{ranks} ranks need {ranks}: make the range larger, or end who listens there"
+            else f"{ranks} ranks need {ranks}: make the range larger, or end processes that listen there"
         )
         yield Finding("ok" if level == "ok" else "problem", "ports", text, cure)
     named = os.environ.get("MASTER_PORT", "")
@@ -93,7 +93,7 @@ def ports(ranks: int) -> Iterator[Finding]:
             "warning",
             "ports",
             text,
-            "if that is no rank of this job: another MASTER_PORT, or end that process",
+            "if that is no rank of this job: give another MASTER_PORT, or end that process",
         )
     else:
         yield Finding("ok", "ports", f"{store}, where the store listens beside {beside}, is free")

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 _STYLES = {"": "", "bold": "1", "dim": "2", "good": "32", "warning": "33", "bad": "1;31"}
 _GAP = "  "
-_NARROWEST = 40  # characters; if a table's last column would be narrower, it gets its own lines
+_NARROWEST = 40  # characters; a table's last column that would be narrower gets its own lines
 
 
 class Printer:
@@ -31,7 +31,7 @@ class Printer:
         self._width = shutil.get_terminal_size().columns if self._terminal else 0
 
     def say(self, text: str | None = "", style: str = "", indent: str = "") -> None:
-        """Print a paragraph, or nothing for None; on a terminal all of its lines are indented."""
+        """Print a paragraph, or nothing if `text` is None; on a terminal, all lines of the paragraph are indented."""
         if text is None:
             return
         lines = (

@@ -45,17 +45,17 @@ _OF_A_LAUNCHER = {b"RANK", b"WORLD_SIZE", b"MASTER_PORT"}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 1 if there is no such job."""
+    """Run the command; return 0, or 1 if --job names no job."""
     parser = argparse.ArgumentParser(
         prog="python -m fastcoll status",
-        description="The jobs of this user on this machine: who holds each up, and what each of its ranks is in.",
+        description="Show this user's jobs on this machine: the ranks that hold each job up, and each rank's call.",
     )
-    parser.add_argument("--json", action="store_true", help="one object, for programs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     parser.add_argument(
         "--job",
         metavar="JOB",
-        help="one job only: its name as listed, the pid of one of its ranks or of their launcher, its --rdzv-id, "
-        "Slurm's job id, or a word of its command line",
+        help="show one job only; JOB is its name as listed, the pid of one of its ranks or of their launcher, its "
+        "--rdzv-id, Slurm's job id, or a word of its command line",
     )
     given = parser.parse_args(words)
     jobs, alone = find_jobs()
@@ -92,14 +92,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class RunningJob:
-    """The ranks of one job that can be read here, by global rank."""
+    """A job: its ranks whose processes and records can be read here, by global rank."""
 
     name: str
     ranks: Mapping[int, Rank]
 
     @property
     def processes(self) -> list[Process]:
-        """The processes of its ranks."""
+        """The processes of these ranks."""
         return [rank.process for rank in self.ranks.values()]
 
     @property
@@ -108,10 +108,11 @@ class RunningJob:
         return self.ranks[min(self.ranks)]
 
     def whereabouts(self, peer: MemberRecord) -> str:
-        """Return the state of a member that is not among the ranks here (`blame.Whereabouts`)."""
+        """Return the state of a member that is not among `ranks` (`Whereabouts` in blame.py)."""
         if peer.host not in {rank.record.host for rank in self.ranks.values()}:
             return ELSEWHERE
-        if self.first.record.pid != self.first.process.pid:  # the job's pids are of another namespace
+        # A record has the pid in the rank's own pid namespace. In another namespace, this process cannot look it up.
+        if self.first.record.pid != self.first.process.pid:
             return GONE
         try:
             return GONE if has_ended(status_of(peer.pid)) else LEFT
@@ -123,11 +124,11 @@ class RunningJob:
         return explain(self.ranks, self.whereabouts, now)
 
     def waits(self, now: float) -> list[RankWait]:
-        """Return the waits of its ranks."""
+        """Return the waits of the job's ranks."""
         return waits_of(self.ranks, self.whereabouts, now)
 
     def unseen(self) -> list[MemberRecord]:
-        """Return the members of its groups that cannot be read here."""
+        """Return the members of the job's groups whose records cannot be read here."""
         groups = [group for rank in self.ranks.values() for group in rank.record.groups]
         peers = {peer.rank: peer for group in groups for peer in group.members}
         return [peers[rank] for rank in sorted(peers) if rank not in self.ranks]
@@ -187,10 +188,10 @@ def _process_as_dict(process: Process) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Outside:
-    """A process that is in no group, and that joins a job or was started by a launcher."""
+    """A process that is in no group; it is joining a job, or a launcher has started it as a rank."""
 
-    rank: str  # RANK of the process
-    since: float | None  # when it began to join, in seconds since 1970; None: it does not join
+    rank: str  # RANK in the environment of the process
+    since: float | None  # when the process began to join, in seconds since 1970; None: it is not joining
     process: Process
 
     def row(self, now: float) -> tuple[str, ...]:
@@ -200,17 +201,17 @@ class Outside:
         return (*about, since, process.kernel_function, process.command)
 
     def as_dict(self, now: float) -> dict[str, Any]:
-        """Return its JSON object."""
+        """Return the process's JSON object."""
         seconds = None if self.since is None else max(now - self.since, 0.0)
         return {"rank": self.rank, "joining_for": seconds, **_process_as_dict(self.process)}
 
 
 def find_jobs() -> tuple[list[RunningJob], list[Outside]]:
-    """Return this user's jobs, oldest first, and the processes in no group (`Outside`)."""
+    """Return this user's jobs, oldest first, and this user's processes that are in no group (`Outside`)."""
     records: dict[int, Record] = {}
     outside: dict[int, tuple[str, float | None]] = {}
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
-        with suppress(OSError):  # it has ended, or may not be read
+        with suppress(OSError):  # the process has ended, or may not be read
             if os.stat(f"/proc/{pid}").st_uid == os.geteuid():
                 if (record := read(pid)) is not None:
                     records[pid] = record
@@ -247,15 +248,15 @@ def _named(text: str) -> Callable[[Process], bool]:
 
 
 def _line(pid: int) -> Iterator[int]:
-    """Yield the pids of a process and its ancestors, the nearest first."""
-    with suppress(OSError):  # one of them has ended
+    """Yield the pid of a process, of its parent, and so on."""
+    with suppress(OSError):  # one of these processes has ended
         while pid > 1:
             yield pid
             pid = int(status_of(pid)[1])
 
 
 def _launched(pid: int) -> str | None:
-    """Return RANK of a process that fastcoll's launcher has started itself, else None.
+    """Return RANK of a process that fastcoll's launcher has started; None for other processes, as a rank's children.
 
     Raises:
         OSError: the process's environment cannot be read.
@@ -276,7 +277,7 @@ def _environ(pid: int) -> dict[bytes, bytes]:
 
 
 def processes(pids: Iterable[int]) -> list[Process]:
-    """Return processes as the kernel shows them, without those that end while their CPU time is measured."""
+    """Return processes as the kernel shows them; leave out those that end while their CPU time is measured."""
     pids = list(pids)
     before = {pid: ticks for pid in pids if (ticks := _ticks(pid)) is not None}
     began = time.monotonic()
@@ -311,7 +312,7 @@ def _kernel_function(pid: int) -> str:
 
 
 def _dumps(pid: int) -> bool:
-    """Return whether a process handles SIGQUIT."""
+    """Return whether a process handles SIGQUIT, and so writes its stacks."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
@@ -320,7 +321,7 @@ def _dumps(pid: int) -> bool:
 
 
 def _command(pid: int) -> str:
-    """Return the command line of a process, with the program's name without its folder."""
+    """Return the command line of a process, without the folder of the program."""
     with suppress(OSError):
         line = Path(f"/proc/{living_thread(pid)}/cmdline").read_bytes().decode(errors="replace")
         program, *words = line.split("\0")
@@ -377,7 +378,7 @@ def _rows(rank: Rank, waits: Sequence[RankWait]) -> list[tuple[str, ...]]:
 def _idle(groups: Sequence[GroupRecord]) -> tuple[str, ...]:
     """Return the last cells of the row of a rank that is in no call.
 
-    They show the rank's last call in the group that it has used most.
+    They show the rank's last call in the group in which it has made most calls.
     """
     used = max(groups, key=lambda group: group.calls, default=None)
     if used is None or not used.calls:

@@ -38,12 +38,12 @@ def versions(ranks: int) -> Iterator[Finding]:
 
 
 def judge(name: str, found: str, install: str = "") -> Finding:
-    """Compare an installed version with the versions that tests have run with.
+    """Compare an installed version with the versions that fastcoll's tests have run with.
 
     Args:
         name: the name of the installed software, a key of TESTED.
-        found: its version; empty: it is not installed.
-        install: how to install it; empty: it is optional.
+        found: the installed version; empty: the software is not installed.
+        install: the command that installs the software; empty: the software is optional.
     """
     oldest, newest = TESTED[name]
     tested = f"tests run with {_shown(oldest)}" + (f" to {_shown(newest)}" if oldest != newest else "")
@@ -75,7 +75,7 @@ def torch(ranks: int) -> Iterator[Finding]:
 
 
 def mpi(ranks: int) -> Iterator[Finding]:
-    """Check mpi4py and its MPI library, in a separate process, because loading a broken library may end the process."""
+    """Check mpi4py and its MPI library in a new process, because a broken library may end the process that loads it."""
     found = judge("mpi4py", installed("mpi4py"))
     yield found
     if found.level == "none":
@@ -137,7 +137,7 @@ def settings(ranks: int) -> Iterator[Finding]:
 
 
 def secret(ranks: int) -> Iterator[Finding]:
-    """Check the source of the job's secret; if there is none, make the user's secret, as a job would."""
+    """Check the source of the job's secret; if there is no secret, make the user's secret, as a job would."""
     try:
         length = len(job_secret())
     except UsageError as error:

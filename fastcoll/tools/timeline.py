@@ -1,4 +1,4 @@
-"""Dumps as pictures: a timeline for Chrome's or Perfetto's viewer, and a drawing of which rank waited for which."""
+"""Turn dumps into pictures: a timeline for Chrome's or Perfetto's viewer, and a drawing of the ranks' waits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from .dumps import Dump
 def timeline(dumps: Sequence[Dump]) -> dict[str, Any]:
     """Return the calls of all ranks in the Trace Event Format; times in microseconds.
 
-    A process stands for a rank, a thread for a group. Not every call is timed: calls between two timed ones share the
-    time between these evenly, and are marked as not timed.
+    The viewer shows a process for each rank, and in it a thread for each group. Ranks measure the times of some calls
+    only. The untimed calls between two timed ones get equal parts of the time between these, and are marked as not
+    timed.
     """
     events: list[dict[str, Any]] = []
     for dump in dumps:
@@ -57,7 +58,7 @@ def _times(group: GroupRecord, now: int) -> Iterator[tuple[CallRecord, int, int,
         ended = now if under_way else max(call.ended, began)
         yield call, began, ended, under_way or bool(call.ended)
         before = ended
-    if before and between:  # 1 us for each, as their ends are unknown
+    if before and between:  # these calls have no timed call after them, so each gets 1 us
         yield from _spread(between, before, min(before + 1000 * len(between), max(now, before)))
 
 
@@ -76,8 +77,8 @@ _MOST_DRAWN = 64
 def picture(waits: Sequence[Edge], world_size: int, silent: Sequence[int]) -> str:
     """Return an SVG with a circle for each rank and an arrow from each waiting rank to the ranks that it waits for.
 
-    A rank that is waited for and does not wait itself is red, a rank without a dump is grey. In a world of more
-    than 64 ranks, only ranks that wait, are waited for or have no dump are drawn, and 64 of them at most.
+    A rank for which others wait and which does not wait itself is red; a rank without a dump is grey. In a world of
+    more than 64 ranks, the SVG has at most 64 ranks, all of which wait, are waited for, or have no dump.
     """
     waiting, awaited = {wait.waiter for wait in waits}, {wait.awaited for wait in waits}
     ranks = sorted(waiting | awaited | {*silent}) if world_size > _MOST_DRAWN else list(range(world_size))
@@ -113,7 +114,7 @@ def picture(waits: Sequence[Edge], world_size: int, silent: Sequence[int]) -> st
 
 
 def _arrow(start: tuple[float, float], end: tuple[float, float], dot: float, wait: Edge) -> str:
-    """Draw an arrow from circle to circle, a little to the right, so that opposite arrows do not overlap."""
+    """Draw an arrow from circle to circle, shifted a little to its right, so that opposite arrows do not overlap."""
     dx, dy = end[0] - start[0], end[1] - start[1]
     long = math.hypot(dx, dy)
     ux, uy = dx / long, dy / long

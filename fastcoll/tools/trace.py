@@ -55,24 +55,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m fastcoll trace",
-        description="Say what went wrong first in a job, from the files that its ranks have written, and write beside "
-        "them timeline.json, for Perfetto or chrome://tracing, and waits.svg, who waited for whom.",
+        description="Say what went wrong first in a job, from the files that its ranks have written. Write two files "
+        "into the same folder: timeline.json, for Perfetto or chrome://tracing, and waits.svg, a drawing of who waited "
+        "for whom.",
     )
     given = os.environ.get("FASTCOLL_TRACE_DIR", "")
     parser.add_argument(
         "folder",
         nargs="?" if given else None,
         default=given,
-        help="with the files of all ranks; without it FASTCOLL_TRACE_DIR's",
+        help="the folder with the files of all ranks (default: FASTCOLL_TRACE_DIR)",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print what was found for programs, and write nothing"
+        "--json", action="store_true", help="print one JSON object, for programs; write no files"
     )
     return parser
 
 
 def _row(dump: Dump) -> list[str]:
-    """Return the table's row for a rank: the call that it is in, or the last call of its first group."""
+    """Return the table's row for a rank: the call that it is in, or its last call in the first group with calls."""
     groups = dump.record.groups
     doing = [
         f"{describe(*g.under_way.head)}, call {g.under_way.number} of {g.name}" for g in groups if g.under_way

@@ -23,7 +23,7 @@ class ProcessState(NamedTuple):
         name: the state, for a table.
         past: the state, for a sentence about a dump.
         unable: why a process in this state cannot run; empty: it can.
-        cure: how to make the process run, or what to look at if that is impossible.
+        cure: how to make the process run again, or, if that is impossible, what to look at.
     """
 
     name: str
@@ -50,7 +50,7 @@ _STATES = {
 
 
 def state_of(letter: str) -> ProcessState:
-    """Return the state that the kernel abbreviates by a letter."""
+    """Return the process state for its letter in /proc/PID/stat."""
     return _STATES.get(letter, ProcessState(letter))
 
 
@@ -59,7 +59,7 @@ class RankWait(NamedTuple):
 
     Attributes:
         number: the number of the call; 0 for a message.
-        what: the call, or the message's own description.
+        what: a description of the call or the message.
         late: the ranks for which this rank waits.
         since: when the wait began, in seconds since 1970; 0: unknown.
         now: when the record was read.
@@ -80,28 +80,28 @@ class RankWait(NamedTuple):
 
 
 def side(record: Record | None, group: GroupRecord) -> GroupRecord | None:
-    """Return a group as one rank recorded it, or None; `group` is the same group as another rank recorded it."""
+    """Return the record of a group in one rank's `record`, or None; `group` is another rank's record of this group."""
     same = (group.name, group.members)
     groups = record.groups if record is not None else ()
     return next((each for each in reversed(groups) if (each.name, each.members) == same), None)
 
 
 def stuck_in(group: GroupRecord) -> CallRecord | None:
-    """Return the call that a rank is in, or one of its last calls that failed or did not match."""
+    """Return the call that a rank is in; else the oldest of its last calls that failed or did not match; or None."""
     if group.under_way is not None:
         return group.under_way
     return next((call for call in group.ring[-_AFTERWARDS:] if call.state in _STUCK), None)
 
 
 def waits_in(rank: int, group: GroupRecord, records: Mapping[int, Record], now: float) -> Iterator[RankWait]:
-    """Yield the waits of a rank in a group: in its call, unless that did not match, and in messages."""
+    """Yield the waits of a rank in a group: in messages, and in its call if that call is not a mismatch."""
     call = stuck_in(group)
     if call is not None and call.state != "mismatch":
         sides = {
             peer.rank: side(records.get(peer.rank), group) for peer in group.members if peer.rank != rank
         }
         late = tuple(other for other, its in sides.items() if its is None or its.calls < call.number)
-        # If this rank has not published its call yet, another member may have published its part of the same call.
+        # If the description of this rank's call is not in its record yet, take that of another member in the same call.
         published = (its.under_way for its in sides.values() if its is not None and its.under_way is not None)
         same = (its for its in published if its.call and its.number == call.number)
         since = (group.since or call.began, *(each.since for each in group.waits if each.number))
