@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..store import TCPStore
 
 _LAST_CALL_SECONDS, _JOIN_SECONDS = 30.0, 600.0  # torchrun's defaults of `last_call_timeout`, `join_timeout`
-_END_SECONDS = 5.0  # how much longer than the grace a launcher may take to end its ranks and be ready again
+_END_SECONDS = 5.0  # how much longer than --grace a launcher may take to end its ranks and be ready again
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +79,7 @@ def _run_once(
         nodes = NodeFailures(1, 0, "127.0.0.1", 0)
     with nodes or nullcontext():
         if nodes and goes_on:
-            if job.nodes > 1 and not nodes.address:  # there is no store, which ranks of all nodes need
+            if job.nodes > 1 and not nodes.address:  # there is no store, but ranks of all nodes need it
                 console.say("--min_ranks needs a store, which cannot be served: give another --nodes_port")
                 return 1
             job = replace(job, elastic=nodes.address)

@@ -28,8 +28,8 @@ class Console:
 
     In a `with` block, the console appends received signals to `signals`, and replaces `sys.stderr`, so that it also
     writes text that other code prints there, such as warnings. If the reader or the terminal is gone, the console
-    appends SIGPIPE. While there is a signal or failure to handle, a write waits for the reader for at most one second.
-    After that the console drops the output, and all later output until the reader reads again.
+    appends SIGPIPE to `signals`. While there is a signal or failure to handle, a write waits for the reader for at most
+    one second. After that the console drops this output, and all later output until the reader reads again.
 
     Args:
         handled: the signals to collect.

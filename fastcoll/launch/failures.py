@@ -5,9 +5,9 @@ In such a job, a failure does not restart all ranks; generations.py is for jobs 
 Node 0's launcher serves a store on a separate port, and all launchers connect to the store with the job's secret. The
 launcher whose rank fails first sets the key `failed`; the others read it and end their ranks. The unexpected end of a
 launcher, as by SIGKILL, is a failure as well. So each launcher except node 0's leaves a *will* with the store: the
-server sets `failed` if the launcher's connection is lost. If node 0's launcher is lost, the store disappears before
-`failed` is set, from which the others conclude the loss. A launcher that cannot connect to the store runs its ranks
-without it; after a failure on another node, these ranks end only when their groups fail.
+server sets `failed` if the launcher's connection is lost. If node 0's launcher dies, the store disappears before
+`failed` is set; by this the others detect its death. A launcher that cannot connect to the store runs its ranks without
+it; after a failure on another node, these ranks end only when their groups fail.
 
 Node 0's launcher serves the store until its ranks have ended. After a failure, it serves the store for up to 5 s more,
 until the launchers of all nodes have read the failure; some launchers may still be starting.
@@ -37,7 +37,7 @@ _FAILED, _READERS = "failed", "readers"
 _OVER = "null"  # the value of `failed` after node 0's ranks have ended without a failure
 _GONE = "ended unexpectedly, or is unreachable"
 _CONNECT_SECONDS = 600.0  # how long the other launchers wait for node 0's launcher to start
-_TRY_SECONDS = 2.0  # per attempt to connect, and so the longest delay before the thread sees that it must end
+_TRY_SECONDS = 2.0  # per attempt to connect; between attempts, the thread checks whether it must end
 _FIRST_SECONDS = 2.0  # ranks start after this time even if their launcher has not connected
 _LOOK_SECONDS = 5.0  # how long the server holds one request for `failed`, if it is not set
 _LAST_SECONDS = 5.0  # how long an exiting launcher waits for its failure to reach the other launchers
@@ -103,7 +103,7 @@ class NodeFailures:
         if kind is not None:
             self.publish(self._end(f"was ended by {kind.__name__}"))
         if self._own is not None:
-            self._thread.join(_LAST_SECONDS)  # the thread ends when it has read the failure, or cannot
+            self._thread.join(_LAST_SECONDS)  # the thread ends when it has read the failure or lost the store
         with self._lock:
             self._closed, store, self._store = True, self._store, None
         if store is not None and self._rank == 0:

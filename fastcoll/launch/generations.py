@@ -10,9 +10,9 @@ successfully. Only the launcher that leads the job has a `Generations`, so the j
     OVER       final
 
 A failed rank ends its generation and uses one restart; if no restart is left, the job is over. A generation also ends
-when a launcher joins and the generation has fewer than `most` members, or when a member is lost and the job does not
-need exactly these nodes (`Rules.fixed`). Neither uses a restart. Events of an earlier generation are ignored, so a late
-event cannot end a later generation.
+when a member is lost, or when a launcher joins and the generation has fewer than `most` members. Neither uses a
+restart. If nodes have fixed numbers (`Rules.fixed`), the loss of a member ends the job. Events of an earlier generation
+are ignored, so a late event cannot end a later generation.
 """
 
 from __future__ import annotations

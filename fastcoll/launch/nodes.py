@@ -46,7 +46,7 @@ _THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
 def python_main(module: str) -> tuple[str, ...]:
-    """Return the command that calls `main` of a module in a new interpreter with this one's sys.path.
+    """Return the command that calls `main` of a module in a new interpreter with this interpreter's sys.path.
 
     The caller appends integers, which are the arguments of `main`.
     """
@@ -88,7 +88,7 @@ class NodeShare:
         return self.ranks.first + local_rank
 
     def process_name(self, local_rank: int, joiner: int) -> ProcessName:
-        """Return the name and rank of a local rank, or of its replacement, in an elastic job."""
+        """Return the value of FASTCOLL_PLACE for a local rank, or for its replacement number `joiner`."""
         name = f"{self.node_rank}.new{joiner}" if joiner else f"{self.node_rank}.{local_rank}"
         return ProcessName(name, self.rank(local_rank), self.ranks.world_size)
 
@@ -153,8 +153,8 @@ def free_port() -> int:
 def free_ports(count: int) -> list[int]:
     """Return several ports, each free as `free_port` describes.
 
-    The ports are below the kernel's range for outgoing connections, so no connection takes one before rank 0 listens.
-    Two jobs may still draw the same port; rank 0's error then names the process that uses the port.
+    No outgoing connection takes such a port before rank 0 listens, because the ports are below the kernel's range for
+    outgoing connections. Two jobs may still draw the same port; rank 0's error then names the process that uses it.
 
     Raises:
         ResourceError: too few ports are free.

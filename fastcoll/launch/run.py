@@ -58,7 +58,7 @@ def run(
         ProcessRaisedError: `fn` raised in a rank; the message has the traceback, and `__cause__` is the exception. If
             several ranks failed, the error names the rank whose failure caused the others. The other ranks have been
             ended.
-        ProcessExitedError: a signal ended a rank, or the rank exited by itself.
+        ProcessExitedError: a signal ended a rank, or a rank exited before `fn` returned or raised.
 
     Example:
         >>> def total(x):

@@ -311,8 +311,8 @@ class Supervisor:
         if self._hurries:  # the second request
             self._kill_at = 0.0
             return
-        # The signal may have been sent to all launchers, and another launcher's publication of it may have been handled
-        # here already. So the first signal to this launcher is the first request, even if the ranks are ending.
+        # If another launcher got the same signal first, `_watch` may have asked the ranks to end already. It does not
+        # set `_hurries`, so the signal to this launcher does not kill them at once.
         self._hurries = True
         self._ask_to_end(number, 128 + number)
 
