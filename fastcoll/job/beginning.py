@@ -104,7 +104,7 @@ def _end_of(attempts: Attempts, attempt: int, error: FastcollError, deadline: fl
 
 @contextmanager
 def _cut_off(join_queue: JoinQueue, attempt: int, close: Callable[[], None]) -> Iterator[None]:
-    """During the block, close the attempt's store as soon as the outcome is not MADE; this ends all waits in it."""
+    """During the block, close the attempt's store as soon as the attempt fails, which ends every wait in that store."""
     attempts, stop = join_queue.attempts_apart()
 
     def follow() -> None:

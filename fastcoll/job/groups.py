@@ -47,7 +47,7 @@ _NO_WORLD = cast(ProcessGroup, _NoWorld())
 
 
 class Standalone(NamedTuple):
-    """A group without a default group: its backends, its members, and a function that deletes its keys in the store."""
+    """A group that is its own job (standalone.py): its backends, its members, and a function that deletes its keys."""
 
     choice: BackendChoice
     members: Sequence[Member]
@@ -57,8 +57,8 @@ class Standalone(NamedTuple):
 class Groups:
     """The registry of groups. `backends` has the default group and then the others, oldest first, with their backends.
 
-    `standalone` has the groups that belong to no default group (standalone.py). In a child made by fork, `inherited` is
-    the error that calls on groups of the parent's job raise.
+    `standalone` has the groups that are their own jobs (standalone.py). In a child made by fork, `inherited` is the
+    error that calls on the default group and on the other groups of the parent's job raise.
     """
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ class StoreLease:
         self._count(1)
 
     def settled_by_all(self) -> int:
-        """Return the lowest count of all ranks: how many groups each has finished making at least. Never blocks."""
+        """Return the lowest count: every rank has finished making at least this many groups. Never blocks."""
         return min(self._counts())
 
     def _counts(self) -> list[int]:

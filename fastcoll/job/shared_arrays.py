@@ -24,9 +24,10 @@ _log = logging.getLogger("fastcoll")
 class shared_arrays:
     """Allocate NumPy's new arrays of 64 KiB and more, inside the block, in memory that the node's other ranks can read.
 
-    This includes results of expressions, copies and `np.zeros`. Collectives on such arrays, on their views and on
-    tensors made of them by `torch.from_numpy` copy less, even if other ranks pass ordinary arrays, and give the same
-    bits. An array stays shared after the block, for as long as it lives. Otherwise it is an ordinary ndarray.
+    This includes results of expressions, copies and `np.zeros`. Collectives copy less if this rank passes such arrays,
+    their views, or tensors made of them by `torch.from_numpy`, even if other ranks pass ordinary arrays. The results
+    have the same bits. An array stays shared after the block, for as long as it lives. In all other respects it is an
+    ordinary ndarray.
 
     The block applies to this thread, and in asyncio to this task; `shared_arrays.enable()` applies to all threads.
     Blocks may be nested and need no process group. Memory of other libraries, and arrays that NumPy grows from a small
@@ -34,7 +35,7 @@ class shared_arrays:
 
     The memory comes from /dev/shm. Up to 256 MiB of freed memory, at most an eighth of /dev/shm, are kept for later
     arrays. If less than a sixteenth of /dev/shm is free, or /dev/shm is missing, arrays are ordinary, and the log has
-    one warning. A fork copies all shared arrays.
+    one warning. A child made by fork gets copies of all shared arrays.
 
     Example:
         >>> with fastcoll.shared_arrays():

@@ -1,4 +1,4 @@
-"""Groups without a world: their members meet in a store. Each group is its own job; a process may have several.
+"""Groups without a default group: their members meet in a store. Each is its own job; a process may have several.
 
 They are for libraries that bring their own ranks and store: actors, plug-ins, torch's backend. At exit, a process
 leaves the groups that the program has not destroyed. A child made by fork has none of its parent's groups.
@@ -47,7 +47,7 @@ def group_from_store(
         rank, world_size: this process's rank in the group, and the number of its members.
         timeout: seconds or timedelta, for meeting and for every call on the group; None: FASTCOLL_TIMEOUT (1800 s).
         group_name: must differ between sets of members that use one store; the same members may use a name again.
-        backend: as of `init_process_group`.
+        backend: as for `init_process_group`.
 
     Returns:
         The group.

@@ -242,9 +242,9 @@ def _checked_parts(name: str, parts: Any) -> list[list[int]]:
 
 
 def _key(job: Job, ranks: Sequence[int], only_members: bool) -> str:
-    """Return the group's key in the store, which has the number of this call.
+    """Return the group's key in the store, which contains the number of this call.
 
-    Calls of new_group are counted together if all ranks make them, and for each set of members if only these do.
+    Calls that all ranks make are counted together; calls that only members make are counted for each set of members.
     """
     if not only_members:
         return f"group{job.number('all')}"

@@ -1,4 +1,4 @@
-"""The default group: how a process joins the world, and how it leaves it.
+"""The default group, of all ranks (the *world*): how a process joins it, and how it leaves it.
 
 Joining: find the other ranks (discovery.py), exchange identities (rendezvous/join.py), and make the group of all
 ranks. Meanwhile, another thread imports Numba. Leaving: close the groups, newest first (leaving.py), then the store. A
@@ -276,8 +276,8 @@ def destroy_process_group(group: Group = None) -> None:
 
     Asynchronous operations under way are completed first, within the group's timeout. While an exception is handled
     (in `except` or `finally`), this does not wait, and the other ranks get an error with its text. Calls on the group
-    that are under way on other ranks raise, unless this rank's part in them is done. When rank 0 leaves the job, it
-    waits for ranks that are still making groups.
+    in which other ranks still are raise, except calls in which this rank has done its part. When rank 0 leaves the job,
+    it waits for ranks that are still making groups.
 
     Raises:
         GroupError: operations were lost that the program did not wait for: receives without a sender, or operations
@@ -358,7 +358,7 @@ def _start(
 
     began = began or time.monotonic()
     # Another thread imports Numba while this one waits for the others: if one rank is late, the world is ready 0.02 s
-    # after it arrives instead of 0.4 s (two ranks, Numba 0.68, 2 cores of an EPYC).
+    # after that rank arrives instead of 0.4 s (two ranks, Numba 0.68, 2 cores of an EPYC).
     with ThreadPoolExecutor(1, "fastcoll-import") as importer, ExitStack() as undo:
         loading = importer.submit(backends.load, choice)
         found = find()

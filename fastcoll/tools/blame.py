@@ -81,7 +81,7 @@ group of the job) or ELSEWHERE (it is on another host, whose processes cannot be
 
 
 class Diagnosis(NamedTuple):
-    """A text that names the ranks that hold the job up, lines with details, and advice on what to do next."""
+    """`text` names the ranks that hold the job up, `more` has lines with details, and `next` says what to do next."""
 
     text: str
     more: tuple[str, ...]

@@ -70,7 +70,7 @@ def shared_memory(ranks: int) -> Iterator[Finding]:
     finally:
         os.close(fd)
     if names := segment.stale():
-        text = f"{len(names)} segments of jobs that were killed as they started"
+        text = f"{len(names)} segments are left by jobs that were killed as they started"
         yield Finding("ok", "shared memory", f"{text}; your next job removes them")
 
 
@@ -91,7 +91,7 @@ def memory(ranks: int) -> Iterator[Finding]:
     if limit := cgroup_limit("memory.max"):
         used = cgroup_limit("memory.current") or 0
         free = min(free, limit - used)
-        about += f", and the cgroup may have {bytes_of(limit)}, of which {bytes_of(used)} are used"
+        about += f", and the cgroup's limit is {bytes_of(limit)}, of which {bytes_of(used)} are used"
     needed: int = ranks * config.get("FASTCOLL_SHM_BYTES_PER_RANK")
     if free < 2 * needed:
         text = f"{about}; a group of {counted(ranks, 'rank')} takes {bytes_of(needed)}"
@@ -154,7 +154,7 @@ def limits(ranks: int) -> Iterator[Finding]:
     if (tasks := cgroup_limit("pids.max")) is not None:
         left = tasks - (cgroup_limit("pids.current") or 0)
         if left < 16 * ranks:
-            text = f"the cgroup may have {left:.0f} more threads, and {ranks} ranks have up to 16 each"
+            text = f"the cgroup allows {left:.0f} more threads, and {ranks} ranks have up to 16 each"
             yield Finding("warning", "limits", text, "docker: --pids-limit; systemd: TasksMax=")
 
 
@@ -210,7 +210,7 @@ def kernel(ranks: int) -> Iterator[Finding]:
         except OSError as error:
             missing.append(f"{name} ({error.strerror})")
     if missing:
-        text = f"Linux {release} refuses {', '.join(missing)}; dead ranks are seen later, and status may see nothing"
+        text = f"Linux {release} refuses {', '.join(missing)}; dead ranks are noticed later, and status may see no jobs"
         yield Finding("warning", "kernel", text, "a newer kernel, or a seccomp profile that allows them")
     else:
         yield Finding("ok", "kernel", f"Linux {release}, {os.uname().machine}")

@@ -111,7 +111,7 @@ class RunningJob:
         """Return the state of a member that is not among `ranks` (`Whereabouts` in blame.py)."""
         if peer.host not in {rank.record.host for rank in self.ranks.values()}:
             return ELSEWHERE
-        # A record has the pid in the rank's own pid namespace. In another namespace, this process cannot look it up.
+        # Records have the pids of the ranks' own pid namespace. If that is another one, pids cannot be looked up here.
         if self.first.record.pid != self.first.process.pid:
             return GONE
         try:
@@ -256,7 +256,7 @@ def _line(pid: int) -> Iterator[int]:
 
 
 def _launched(pid: int) -> str | None:
-    """Return RANK of a process that fastcoll's launcher has started; None for other processes, as a rank's children.
+    """Return RANK of a process that fastcoll's launcher has started; None for others, such as a rank's children.
 
     Raises:
         OSError: the process's environment cannot be read.

@@ -141,7 +141,7 @@ def secret(ranks: int) -> Iterator[Finding]:
     try:
         length = len(job_secret())
     except UsageError as error:
-        yield Finding("problem", "secret", str(error), f"the file's owner alone may read it; {SAME_SECRET}")
+        yield Finding("problem", "secret", str(error), f"let only its owner read the file; {SAME_SECRET}")
         return
     if not length:
         text = f"{source()}: any process that reaches a port of a job may join it"
@@ -180,7 +180,7 @@ def compiled_code(ranks: int) -> Iterator[Finding]:
         )
     for folder in filter(os.path.isdir, folders(source)):
         if why := openness(os.stat(folder), source):
-            text = f"what is in {folder} is not used: {why}"
+            text = f"the compiled code in {folder} is not used: {why}"
             cure = f"chmod go-w {folder}, or NUMBA_CACHE_DIR=/a/folder/of/yours"
             yield Finding("warning", "compiled code", text, cure)
 
