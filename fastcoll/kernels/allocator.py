@@ -14,11 +14,12 @@ posix_fallocate allocates the memory of a hole before it is used, so that a full
 a SIGBUS. Memory is given back when more than KEEP pages are free, or when the file system has only RESERVE bytes left.
 
 Concurrency: any thread may call these functions; it holds the GIL, which NumPy's own functions need. Only the holder of
-LOCK, a spin lock, reads and writes the table. It holds LOCK for microseconds, but it may lose the processor, or be
-forking. So a thread waits for LOCK only for a limited time. Then it allocates by NumPy's previous functions instead,
-and puts a block to be freed on DEFERRED, a list to which any thread adds by compare-and-swap. The next holder of LOCK
-takes the complete list, so a block that is deferred again cannot be mistaken for an older entry (no ABA problem). A
-process forked in a way that Python does not see is not OWNER: it allocates and frees nothing in the arena.
+LOCK, a spin lock, changes the free lists and the kinds of blocks. It holds LOCK for microseconds, but it may lose the
+processor, or be forking. So a thread waits for LOCK only for a limited time. If it has not got LOCK by then, it
+allocates with NumPy's previous functions instead; a block that it frees goes on DEFERRED, a list to which any thread
+adds by compare-and-swap. The next holder of LOCK takes the complete list, so a block that is deferred again cannot be
+mistaken for an older entry (no ABA problem). After a fork that runs no Python hooks, the child's pid is not OWNER, so
+the child allocates and frees nothing in the arena.
 """
 
 from __future__ import annotations
@@ -45,33 +46,35 @@ from .waiting import yield_core
 PAGE = 4096
 SMALLEST = 64 << 10
 _LEAST = SMALLEST // PAGE  # pages of the smallest block
-# Pages allocated at once: posix_fallocate takes 5 us for 16 pages, and 120 us for 1024.
+# A hole gets memory for at least this many pages at once, if it has them: posix_fallocate takes 5 us for 16 pages, and
+# 120 us for 1024.
 _STEP = (4 << 20) // PAGE
-_AT_ONCE = (64 << 20) // PAGE  # most pages in one call; a signal interrupts and undoes it
-_TRIES = 100
+_AT_ONCE = (64 << 20) // PAGE  # most pages in one call of posix_fallocate, because a signal undoes the call
+_TRIES = 100  # calls of posix_fallocate before interruptions by signals count as a failure
 
 # Words of the table. Other modules read the first four; they are 0 before there is an arena.
 BASE = 0  # address of the arena in this process
-LIMIT = 1  # bytes of the arena's address range; 0 if there is an arena that peers could not map
+LIMIT = 1  # bytes of the arena's address range; 0 if peers cannot map this arena
 FD = 2  # file descriptor of the arena
-NONCE = 3  # content of its first page, which proves its identity
+NONCE = 3  # random number that is also in the arena's first page; a peer that maps the arena compares the two
 OWNER = 4  # pid of the process that may allocate and free
 LOCK = 5
-DEFERRED = 6  # first page of a block to be freed, 0: none; the word of its second page has the next block's
+DEFERRED = 6  # first page of a deferred block, 0: none; its second page's word has the next such block's
 PAGES = 7  # address of the table of pages
-IN_USE = 8  # pages
+IN_USE = 8  # pages of USED blocks
 IDLE = 9  # free pages that have memory
 KEEP = 10  # most free pages that keep their memory
 RESERVE = 11  # bytes of the file system to leave free for others
 SHUT = 12  # not 0: the arena allocates nothing new
-REFUSED = 13  # times that the file system was full
-REPORTED = 14  # not 0: REFUSED has been reported
-REPORT = 15  # address of Py_AddPendingCall; word 16 has the address of the function that it schedules
+REFUSED = 13  # number of allocations for which there was no room
+REPORTED = 14  # not 0: the first of them has been reported
+REPORT = 15  # address of Py_AddPendingCall; word 16: address of the reporting function that it schedules
 RANGE = 17  # bytes of the arena's address range, also if peers cannot map it
 BEFORE = 18  # NumPy's previous functions: 18 malloc, 19 calloc, 20 realloc, 21 free, 22 their context
 _STATVFS = 24  # 112 bytes, as fstatvfs writes them
 _LISTS = 48
-_SIZES = 8 * 30  # number of lists of holes, and of other free blocks: eight between two powers of two
+# Size classes, eight for each power of two; each has a list of holes and a list of other free blocks.
+_SIZES = 8 * 30
 TABLE_WORDS = _LISTS + 2 * _SIZES
 
 # Kinds of block.
@@ -100,7 +103,10 @@ def _call(builder, function, a, b, c):
 
 @kernel
 def _enter(s):
-    """Take the lock, unless that takes long; return whether it was taken."""
+    """Try for a limited time to take the lock; return whether it was taken.
+
+    The thread that takes it also frees the deferred blocks.
+    """
     for tries in range(2000):
         if swap_if_equal(s + 8 * LOCK, 0, 1):
             _free_deferred(s)
@@ -152,7 +158,10 @@ def _size_class(count):
 
 @kernel
 def _round_up(count):
-    """Round a number of pages up to a size class: every block in its list is then large enough."""
+    """Round a number of pages up to a size class.
+
+    Every block in that class's list is then large enough.
+    """
     count = max(count, _LEAST)
     step = 1
     while count >> 4 >= step:
@@ -287,7 +296,11 @@ def _take_pages(s, page, count):
 
 @kernel
 def _fill_hole(s, count):
-    """Turn a hole into a block with memory of at least `count` pages; return it, or 0 if that fails."""
+    """Turn a hole, or its first pages, into a CLEAN block of at least `count` pages.
+
+    Returns:
+        the block, or 0 if there is no such hole or no memory for it.
+    """
     hole = _find(s, max(count, _STEP), HOLE)
     if hole == 0:
         hole = _find(s, count, HOLE)
@@ -315,7 +328,7 @@ def _take(s, count):
     """Allocate a block of `count` pages.
 
     Returns:
-        its first page times KINDS, plus its previous kind; 0: there is no room.
+        its first page times KINDS, plus its previous kind; 0 if there is no room.
     """
     count = _round_up(count)
     page = _find(s, count, CLEAN)
@@ -349,9 +362,10 @@ def _give_back(s, page):
 
 
 def begin(table: np.ndarray[Any, Any], pages: np.ndarray[Any, Any]) -> None:
-    """Make one hole of all pages but the first. Python calls this before any function below.
+    """Make one hole of all pages except the first.
 
-    The words of the first page and after the last page are USED, so that no block is merged across these bounds.
+    Python calls this before any function below. The word of the first page and the word after the last page's are
+    marked USED, so that no block is merged across these bounds.
     """
     count = len(pages) - 2
     pages[0] = pages[-1] = KINDS + USED
@@ -437,7 +451,7 @@ def _realloc(s, block, nbytes):
     if not _is_inside(s, block):
         return _before(s, 2, block, nbytes)
     page = (block - load_word(s, BASE)) // PAGE
-    # The mark of a used block changes only when it is freed, and its owner does not free it during this call.
+    # Read without LOCK: a used block's word changes only when the block is freed, and the caller does not free it now.
     room = load_word(load_word(s, PAGES), page) // KINDS * PAGE
     if room // 2 <= nbytes <= room:
         return block
@@ -474,7 +488,8 @@ class Functions(NamedTuple):
     realloc: int
     free: int
     hold: int
-    """int64 hold(table, on): if `on` is not 0, take the lock and give free memory back, or return 0; else unlock."""
+    """int64 hold(table, on): if `on` is 0, release the lock and return 1. Else take the lock and return the memory of
+    all free pages to the file system; return 1, or 0 if the lock was not taken in time."""
 
 
 @functools.cache

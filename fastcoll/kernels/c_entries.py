@@ -1,7 +1,7 @@
 """The C entry point, through which compiled callers call a group's operations.
 
-Compiled callers have addresses and numbers, no Python objects. A group has a *descriptor*, a table of words at a fixed
-address, which is never reused for another group:
+Compiled callers (Numba's njit functions, and JAX) have addresses and numbers, no Python objects. A group has a
+*descriptor*, a table of words at a fixed address, which is never reused for another group:
 
     word           content
     CONTEXT        first argument of the native calls of collectives (shm: the context, rounds.py), 0: none
@@ -11,17 +11,19 @@ address, which is never reused for another group:
     RANKS          address of a table of the ranks' global ranks; 0: they equal the ranks in the group
     NUMBER         number of the descriptor (callers/descriptors.py)
     C_ENTRY        address of `c_entry`, the entry point
-    ASK, TORN      Python's functions: ASK executes what no native call can, TORN handles an exception
-    ERRORS         a dict of the exceptions of these functions, by thread
+    ASK, TORN      Python functions: ASK executes the calls that no native call completes; TORN handles an exception
+                   that ASK has raised
+    ERRORS         a dict of the exceptions that these functions have raised, by thread
     AGAIN          an object; testing its truth raises the exceptions in ERRORS that compiled code must not suppress
     NATIVE_CALLS + op
-                   address of an operation's *native call*, a C function for only its plain case; 0: none
+                   address of an operation's *native call*, a C function that completes the operation in the common
+                   cases; 0: none
 
     int64 c_entry(int64 descriptor, int64 op, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
     int64 native_call(int64 handle, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
 
 A native call returns a status (core/status.py). A native call that has a result, as a receive has the sender's rank,
-returns -1 - result on success. For every status except DONE, Python executes the operation.
+returns -1 - result on success. After every status except DONE, Python executes or completes the operation.
 
 Threads write descriptors with the GIL, and compiled callers read them without it. Invariant: every value of a word is
 harmless in combination with every earlier or later value of the other words.
@@ -38,7 +40,7 @@ from ..core.status import DONE, LATER
 from .primitives import load_acquire, load_word, store_word, this_thread
 
 CONTEXT, MAILBOX, RANK, SIZE, RANKS, NUMBER, C_ENTRY, ASK, TORN, ERRORS, AGAIN, NATIVE_CALLS = range(12)
-# Operations in addition to those of core/signature.py.
+# Numbers of operations in addition to those of core/signature.py.
 REDUCE_SCATTER_SPLIT, SPLIT, SEND, RECV, POST_SEND, POST_RECV, WAIT, TEST, WAIT_ANY = range(28, 37)
 DESCRIPTOR_WORDS = NATIVE_CALLS + WAIT_ANY + 1
 RAISED = -1  # result of the entry point after an exception, which is kept in ERRORS
@@ -117,20 +119,25 @@ def keep_error(errors, words):
 
 @instruction("int64")
 def _truth(builder):
-    """Return the address of PyObject_IsTrue, which like a pending call returns -1 after an exception."""
+    """Return the address of PyObject_IsTrue.
+
+    It can be a pending call, because it returns -1 after an exception.
+    """
     function = llvm.function(builder, "PyObject_IsTrue", llvm.HALF_WORD, llvm.BYTE.as_pointer())
     return builder.ptrtoint(function, llvm.WORD)
 
 
 @kernel
 def _ask(descriptor, question):
-    """Let Python's function execute a request; return its result, which is at least 0, or RAISED.
+    """Let the Python function ASK execute a request; return its result or RAISED.
 
-    A signal handler may raise before the function's first line or after its last one. So the exception is taken here,
-    and a second call (TORN) reports it to the group and raises the right exception for the caller.
+    A signal handler may raise before ASK's first line or after its last one, where no `try` in ASK is active. So any
+    exception of ASK is stored in ERRORS here, and the function TORN then reports it to the group. If TORN raises, its
+    exception replaces the stored one.
 
-    The caller may suppress even a KeyboardInterrupt: the only handler in Numba is `except Exception`. So Python's main
-    thread checks again (AGAIN) when it next runs Python code, at the latest when the caller returns.
+    Numba's `except Exception` catches every exception, so the caller may suppress even a KeyboardInterrupt. Therefore a
+    pending call tests AGAIN, which raises the KeyboardInterrupt again, when Python's main thread next runs Python code,
+    at the latest when the caller returns.
     """
     state = ensure()
     given = new_integer(question)
@@ -153,7 +160,10 @@ def _ask(descriptor, question):
 
 
 def c_entry(descriptor, op, data, out, nbytes, call, peer):
-    """Execute an operation; callers/descriptors.py describes the arguments and the result."""
+    """Execute an operation; callers/descriptors.py describes the arguments and the result.
+
+    If the native call does not complete the operation, ASK gets the arguments and the status.
+    """
     code = LATER
     native_call, handle = (
         load_acquire(descriptor + 8 * (NATIVE_CALLS + op)),

@@ -9,8 +9,8 @@ once it has executed the call itself:
     ITEM, BLOCKS      bytes of an element, and a number: `nbytes` is the array's size in bytes divided by BLOCKS
     FORM              which arrays of the frame the entry point gets: one of the forms below
 
-If a call has no line, Python's function ASK gets the frame and executes the call. KEPT gets the frame if the entry
-point has kept an exception, and TORN if one of these Python functions has raised one. Offsets are in bytes:
+If a call has no line, the Python function ASK gets the frame and executes the call. If the entry point has stored an
+exception, the function KEPT gets the frame. If ASK, KEPT or TORN raises, TORN gets the frame. Offsets are in bytes:
 
     XLA_FFI_CallFrame   size, extension, api, context, stage, args (5 words), rets (5 words), attrs (6 words), future
     args, rets          size, extension, count, types, pointers to buffers
@@ -50,10 +50,11 @@ SCALAR = 8  # in a value
 
 DESCRIPTOR, OP, CALL, PEER, ITEM, BLOCKS, FORM, _SPARE = range(8)
 IN_PLACE, APART, GIVEN, TAKEN, NO_ARRAY = range(5)
-"""The result, after a copy of the argument to it; argument and result; the argument; the result; no array."""
+"""Forms. IN_PLACE: the result, after the argument is copied to it. APART: argument and result. GIVEN: the argument.
+TAKEN: the result. NO_ARRAY: no array."""
 
 MOST = 1 << 14
-"""The number of lines. Python executes the calls with larger numbers. Unused lines' pages take no memory."""
+"""The number of lines. Python executes the calls with higher numbers. Pages without used lines take no memory."""
 LINES = np.zeros((1 + MOST, 8), np.int64)
 """The line of call k is LINES[1 + k]. LINES[0] has Python's functions ASK, KEPT and TORN, and a dict, ERRORS."""
 ASK, KEPT, TORN, ERRORS = range(4)
@@ -74,10 +75,11 @@ def _enter(builder, c_entry, descriptor, op, data, out, nbytes, call, peer):
 
 @kernel
 def _ask(lines, which, frame):
-    """Call one of Python's functions with a frame; return 0, or the address of an error.
+    """Call a Python function with a frame; return 0, or the address of an XLA error.
 
-    A signal handler may raise before the function's first line or after its last one. Then there is no answer, and XLA
-    would take the result as it is. So TORN turns this exception into an error, and also any that interrupts TORN.
+    A signal handler may raise before the function's first line or after its last one. Then there is no answer, and
+    without an error XLA would use the result array as it is. So TORN makes an XLA error from the exception. If another
+    exception interrupts TORN, TORN is called again.
     """
     state, room = ensure(), own_words()
     given = new_integer(frame)

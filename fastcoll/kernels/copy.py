@@ -1,8 +1,8 @@
 """Moving bytes between addresses: through the caches, or past them.
 
 `copy` is libc's memcpy; loops over elements are up to 4 times slower. `stream` writes with non-temporal stores, which
-leave nothing in this core's caches. That helps if another core reads the data next and reads of another core's dirty
-lines are slow, and for arrays larger than the last-level cache.
+leave nothing in this core's caches. That helps for arrays larger than the last-level cache. It also helps if another
+core reads the data next, on a processor that reads modified lines from another core's cache slowly.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A user's elementwise function f(a, b) in the loops of fold.py.
+"""Compile a user's elementwise function f(a, b) into the loops of fold.py.
 
-Numba compiles it in each process.
+Each process compiles it; the code is not kept on disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .fold import Combine, Operands, Registers, Tile, TileShape, shapes, stream
 
 
 def plain_function(function: Callable[[Any, Any], Any]) -> Any:
-    """Return the Python function, also of a jitted one; wrap a ufunc or builtin in a lambda."""
+    """Return the Python function of a plain or jitted one; wrap any other callable."""
     python = getattr(function, "py_func", function)
     return python if isinstance(python, FunctionType) else lambda a, b: function(a, b)
 
@@ -49,8 +49,9 @@ def memory_type(dtype: np.dtype[Any]) -> types.Type:
 def compile_custom(op: ReduceOp, dtype: np.dtype[Any]) -> CFunc:
     """Compile a reducer for a custom operation, or raise UsageError.
 
-    Its `address` is valid as long as the result lives. The function gets scalars of the dtype (float32 for float16 and
-    bfloat16), or private records, which it may modify. Its result is converted as in an assignment. It must not raise.
+    The reducer's `address` is valid as long as the returned object lives. The user's function gets scalars of the dtype
+    (float32 for float16 and bfloat16), or private records, which it may modify. Its result is converted to the dtype as
+    in an assignment. It must not raise.
     """
     function: Any = op.function
     if not is_jitted(function):

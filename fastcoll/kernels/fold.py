@@ -1,16 +1,18 @@
 """The loops of a reduction.
 
-A loop processes a tile, some successive elements, at a time: it combines the tile of every source in registers, in rank
-order, then writes the result. All sources' elements of a tile are read before any is written, so `dst` may be one of
-the sources. Each source is read once, however many there are. The code has vector instructions from the start. A loop
-over elements would write through one pointer and read through several others; if two of these pointers are equal,
-LLVM's run-time check for overlap fails, and the loop would need scratch memory. An element's computation depends only
-on its position in the array, never on `dst`. So the result does not depend on `dst`, not even the sign and payload of a
-wide float's NaN, which LLVM leaves to the processor.
+A loop processes one tile (some successive elements) at a time: it combines the tile of every source in registers, in
+rank order, then writes the result. All sources' elements of a tile are read before any is written, so `dst` may be one
+of the sources. Each source is read once, however many there are.
 
-There is a loop nest for each operation of a dtype, chosen by the operation's code. No fastmath: each lane is rounded as
-IEEE 754 says, and no operations are fused. Functions that add LLVM instructions to a `builder` return the resulting
-value.
+This file emits the vector instructions itself. A loop over elements would write through one pointer and read through
+several others. If two of these are equal, LLVM's run-time check for overlap fails and the loop is not vectorised, so it
+would have to write to scratch memory. An element's computation depends only on its position in the array, never on
+`dst`. So the result does not depend on `dst`, not even the sign and payload of a float32 or float64 NaN, which LLVM
+leaves to the processor.
+
+There is a loop nest for each operation of a dtype, chosen by the operation's code. Fastmath is off: each lane is
+rounded as IEEE 754 says, and no operations are fused. Functions that add LLVM instructions to a `builder` return the
+resulting value.
 """
 
 from __future__ import annotations
@@ -52,15 +54,15 @@ sources, 64 KiB to 1 MiB), and 256 bytes leave half of AVX2's registers to the s
 FEW = 16
 """Bytes of the smallest tile of more than one element.
 
-Without it, 63 int8s from two sources took 72 ns instead of 19.
+Without this tile, 63 int8s from two sources took 72 ns instead of 19.
 """
 
 
 class Tile(Protocol):
-    """The computation of `nbytes` bytes of successive elements; each method adds instructions.
+    """The computation of `nbytes` bytes of successive elements.
 
-    `start` loads the first source's elements from an address, `take` combines them with the next source's, and `finish`
-    writes the result.
+    Each method adds LLVM instructions. `start` loads the first source's elements from an address, `take` combines them
+    with the next source's, and `finish` writes the result.
     """
 
     nbytes: int
@@ -80,9 +82,9 @@ class Operands(NamedTuple):
 
 
 def stream(builder: ir.IRBuilder, tiles: Sequence[Tile], operands: Operands) -> None:
-    """Reduce complete arrays: by the first tile as often as it fits, then the rest by the next tiles.
+    """Reduce complete arrays.
 
-    The last of `tiles` is one element.
+    The first of `tiles` is used as often as it fits, then the next ones for the rest. The last is one element.
     """
     done = WORD(0)
     for tile in tiles:
@@ -172,7 +174,7 @@ class Registers:
 def fold(typing_context, op, dst, srcs, n, count):
     """Reduce `n` arrays of `count` elements, at the addresses in `srcs`, into the array at `dst`.
 
-    A code that names no other operation, such as PREMUL_SUM's, means SUM.
+    An operation that has no function for this dtype, such as PREMUL_SUM, is computed as SUM.
     """
 
     def emit(context, builder, signature, args):
@@ -232,7 +234,7 @@ def division_of(element: types.Type) -> Divide | None:
 def _first_float_if(relation: str) -> Combine:
     """Return a function that chooses as `numpy.minimum` or `numpy.maximum` does.
 
-    Of two equal numbers it returns the first, of a number and a NaN the NaN.
+    Of two equal numbers it returns the first; of a number and a NaN it returns the NaN.
     """
 
     def choose(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> Any:
@@ -275,10 +277,10 @@ def _multiply_complex(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> Any:
 def _by_reciprocal(wide: ir.Type, signed: bool) -> Divide:
     """Return a division of small integers, truncated towards zero.
 
-    Processors have no vector instruction for it. The product with a reciprocal that is too large by a relative 2**-22
-    (2**-50 in float64) is exact after truncation. The product is never below a whole quotient. A quotient that is not
-    whole is at least 1/n below the next integer; the product's error is less than that, at most |value| * 2**-21 / n
-    for 16 bits (2**-49 for 32).
+    Processors have no vector instruction for integer division, so the value is multiplied by a reciprocal of n that is
+    too large by a relative 2**-22 (2**-50 in float64). The truncated product is the exact quotient, for two reasons. If
+    the quotient is an integer, the product is not below it. If not, the quotient is at least 1/n below the next
+    integer, and the product's error is less than that: at most |value| * 2**-21 / n for 16 bits (2**-49 for 32).
     """
     excess = 1 + 2.0 ** (-22 if isinstance(wide, ir.FloatType) else -50)
     widen, truncate = (_B.sitofp, _B.fptosi) if signed else (_B.uitofp, _B.fptoui)

@@ -1,6 +1,6 @@
-"""The header of a call, which a rank of a network backend publishes, and its comparison.
+"""The headers of a call, which ranks of a network backend publish and compare.
 
-A header is a table of int64 words.
+A header is a table of int64 words. Each rank publishes one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from .primitives import load_word
 
 NUMBER = 0  # number of the call
 HEAD_CALL, HEAD_SHAPE = 1, 2  # the fingerprint (core/signature.py)
-HEAD_BALANCE = 3  # a sum over sizes; over all ranks it is 0 if the sizes match (core/signature.py)
+# A sum over the rank's sizes; if all sizes match, the sum over all ranks is 0 (core/signature.py).
+HEAD_BALANCE = 3
 
 
 @kernel

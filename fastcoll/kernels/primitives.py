@@ -1,7 +1,7 @@
 """The building blocks of kernels.
 
-These are private and shared words, calls by address, and the processor's clock. This file also has the compiled
-versions of functions on sizes in core/signature.py and core/partition.py.
+These read and write private and shared words, call functions by address, and read the processor's clock. This file also
+has the compiled versions of functions on sizes in core/signature.py and core/partition.py.
 
 Kernels take addresses only, so one compiled kernel works for every dtype. LLVM hoists plain loads out of spin loops, so
 a word that another process writes is read with `load_acquire`, and a word that publishes data is written with
@@ -156,6 +156,8 @@ def weigh(src, dst, nbytes):
 @inlined
 def balance(rank, size, gives, takes):
     """Return the balance of the bytes that this rank gives and expects.
+
+    core/signature.py explains balances.
 
     Args:
         gives, takes: addresses of tables of `size` words.

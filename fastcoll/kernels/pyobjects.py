@@ -7,10 +7,10 @@ compares the fields with Python's attributes. Passing an object like this costs 
 
 Another thread may assign an array's `shape`, `dtype` or `strides` during a call. For a moment the array then has the
 new dtype and the old shape, or its shape is in freed memory. So the fields that determine its size (DESCR, FLAGS, NDIM,
-SHAPE) are read with the GIL (`locked_entry`, jit.py), or from a view that no other thread has (`kept`, shm/context.py).
-These assignments change neither the first address nor the number of bytes. So the values stay right after the GIL is
-released, and DATA may be read at any time. The caller's frame keeps the objects alive; therefore `resize` refuses to
-move the data.
+SHAPE) are read with the GIL (`locked_entry`, jit.py), or from a view that no other thread has (`pinned`,
+shm/context.py). These assignments change neither the first address nor the number of bytes. So the values stay right
+after the GIL is released, and DATA may be read at any time. The caller's frame holds references to the objects, so they
+stay alive, and an array's `resize`, which would move the data, raises an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writing a call into its group's flight record, the ring whose layout is in record/record.py.
+"""Write a call into its group's flight record, the ring of record/record.py.
 
 Only the thread that executes a call with the group's context writes. Other threads and processes read at any time, so
 an entry's NUMBER is written last. An entry is a cache line: writing it adds 1 to 2 ns to a call of 8 bytes in shared
@@ -31,7 +31,10 @@ def record_call(ring, number, call, shape, began):
 
 @inlined
 def record_end(ring, number, began, ended):
-    """Record that a timed call is complete; for the lowest bits of ENDED see record.py."""
+    """Record that a timed call is complete.
+
+    The lowest three bits of ENDED, which record.py explains, are 0 here.
+    """
     entry = entry_of(ring, number)
     store_word(entry, r.BEGAN, began)
     store_word(entry, r.ENDED, ended & ~7)

@@ -23,7 +23,7 @@ from ..errors import ArrayError
 class Reducer(NamedTuple):
     """A compiled reduction of one dtype.
 
-    The C function's address, its first argument, and the bytes of an element.
+    It has the C function's address, the function's argument `op`, and the bytes of an element.
     """
 
     address: int

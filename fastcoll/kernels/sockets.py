@@ -19,7 +19,7 @@ READABLE, WRITABLE = 0x1, 0x4  # POLLIN, POLLOUT
 _NOT_NOW = (errno.EAGAIN, errno.EINTR, errno.ENOBUFS, errno.ENOMEM)
 _FLAGS = 0x4040  # MSG_DONTWAIT | MSG_NOSIGNAL
 
-# The vector of `send_both`, zeros at first: a msghdr, of which these words are set, and two iovecs.
+# The argument `vector` of `send_both`: a msghdr, of which words 2 and 3 are set, and from word 7 on two iovecs.
 _VECTORS, _COUNT, _FIRST = 2, 3, 7
 VECTOR_BYTES = 8 * (_FIRST + 4)
 

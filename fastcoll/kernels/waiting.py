@@ -1,12 +1,13 @@
 """How a kernel waits for shared words; and a lock.
 
-A wait spins, then yields, then sleeps, and returns to Python when its budget is used up. The back-off table (`backoff`)
-is in a group's private context, so that the mode (dedicated cores or oversubscribed) is the same for all ranks of the
-group. A wait that has used up its budget returns False, and the compiled entry that waits returns AGAIN: Python checks
-signals, deadlines and dead peers, and calls the entry again, which resumes where it stopped.
+A wait spins, then yields, then sleeps, and returns to Python when its budget is used up. A back-off table (`backoff`)
+belongs to one group, because it has the numbers of spins and yields for one of two cases: each rank of the group has a
+core, or there are more ranks than cores. A wait that has used up its budget returns False, and the compiled entry that
+waits returns AGAIN: Python checks signals, deadlines and dead peers, and calls the entry again, which resumes where it
+stopped.
 
-`wait_for` waits for one word. Code that polls several words needs one more word in the table, and calls `rest` between
-two polls:
+`wait_for` waits for one word. Code that polls several words needs a table with one more word (POLLING_WORDS), and calls
+`rest` between two polls:
 
     polls = 0
     while not (something moved):
@@ -25,11 +26,11 @@ from .pyobjects import Index, integer
 # Words of the back-off table.
 SPINS = 0  # polls with `pause` before the first yield
 YIELDS = 1  # sched_yields before the first sleep
-IDLE = 2  # budgets used up since the last success; if not 0, sleep at once
+IDLE = 2  # budgets used up since a wait last succeeded; if not 0, a wait sleeps at once
 BUDGET = 3  # nanoseconds of sleep before the wait returns to Python
 CLOCK = 4  # 4: seconds, 5: nanoseconds, as clock_gettime writes them
 NAP = 6  # 6: seconds, 7: nanoseconds, as nanosleep reads them
-# When the current call began, if it is timed; else when it stopped spinning and yielding, or 0 before that.
+# If the current call is timed, the time at which it began; else the time of its first sleep, 0 before that.
 TIMED = 8
 BACKOFF_WORDS = 9
 
@@ -64,7 +65,10 @@ def nap(backoff):
 
 @kernel
 def wait_slowly(backoff, word, want):
-    """Do the part of `wait_for` after spinning; a function of its own so that spinning is inlined."""
+    """Do the part of `wait_for` after spinning.
+
+    It is a separate function so that only spinning is inlined.
+    """
     begun = now(backoff)
     if load_word(backoff, IDLE) == 0:
         for polls in range(load_word(backoff, YIELDS)):
@@ -88,7 +92,11 @@ def wait_slowly(backoff, word, want):
 
 @inlined
 def wait_for(backoff, word, want):
-    """Wait until the shared word at address `word` is at least `want`; if False, call again."""
+    """Wait until the shared word at address `word` is at least `want`.
+
+    Returns:
+        False if the budget is used up, so that the caller must call again.
+    """
     if load_acquire(word) >= want:
         return True
     if load_word(backoff, IDLE) == 0:
@@ -101,7 +109,7 @@ def wait_for(backoff, word, want):
 
 # ---- polling -------------------------------------------------------------------------------------------
 
-END = BACKOFF_WORDS  # when the current wait has used up its budget
+END = BACKOFF_WORDS  # the time at which the current wait's budget is used up
 POLLING_WORDS = BACKOFF_WORDS + 1
 
 
@@ -109,7 +117,8 @@ POLLING_WORDS = BACKOFF_WORDS + 1
 def doze(table, first):
     """Sleep briefly; return False if the budget is used up.
 
-    The budget begins with the `first` sleep.
+    Args:
+        first: whether this is the wait's first sleep, with which the budget begins.
     """
     if first:
         store_word(table, END, now(table) + load_word(table, BUDGET))
@@ -122,7 +131,10 @@ def doze(table, first):
 
 @kernel
 def _is_early(table, polls):
-    """Return whether the budget, which here begins with the first yields, is not used up."""
+    """Return whether a wait that yields still has budget.
+
+    The budget begins with the first yields.
+    """
     if polls <= load_word(table, SPINS) + _CLOCK_EVERY:
         store_word(table, END, now(table) + load_word(table, BUDGET))
     if now(table) < load_word(table, END):
@@ -133,7 +145,11 @@ def _is_early(table, polls):
 
 @inlined
 def rest(table, polls):
-    """Wait briefly, for the `polls`-th time since something moved; if False, return to Python."""
+    """Wait briefly, for the `polls`-th time since something moved.
+
+    Returns:
+        False if the budget is used up, so that the kernel must return to Python.
+    """
     awake = 0 if load_word(table, IDLE) else load_word(table, SPINS) + load_word(table, YIELDS)
     if polls >= awake:
         return doze(table, polls == awake)

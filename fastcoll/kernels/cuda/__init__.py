@@ -1,9 +1,9 @@
 """Element-wise CUDA kernels, compiled by numba-cuda.
 
-They reduce, copy, and pack strided arrays. Most modules of this package import `numba.cuda`, so nothing imports them
-until there is an array on a GPU. The code that computes elements and addresses is plain Python, which Numba's simulator
-also runs (NUMBA_ENABLE_CUDASIM=1). The few machine instructions (accesses.py, steps.py) have Python versions for the
-simulator; kernel.py finds out whether it is in use.
+They reduce and copy arrays, and pack strided arrays. Most modules of this package import `numba.cuda`, so nothing
+imports them until there is an array on a GPU. The code that computes elements and addresses is plain Python, which
+Numba's simulator also runs (NUMBA_ENABLE_CUDASIM=1). The few machine instructions (accesses.py, steps.py) have Python
+versions for the simulator; kernel.py finds out whether the simulator is in use.
 
 These kernels have never run on a GPU. The tests run them in the simulator, and compile them to PTX.
 """

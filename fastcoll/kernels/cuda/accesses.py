@@ -2,13 +2,14 @@
 
     load(address) -> lanes          store(address, lanes)
 
-`accesses` makes them for a lane's type. An access of 16 bytes is one instruction, `ld.global.v4.u32` or `v2.u64`, and
-needs an address that is a multiple of 16. It is written in PTX, because LLVM splits vectors of small integers. The
-compiler may move and merge the loads, because no kernel reads what it has written. So these loads cannot be used to
-wait for a peer's word.
+A lane is one number of an element: combining.py lists the lanes of each dtype. `accesses` makes `load` and `store` for
+a lane's type. An access of 16 bytes is one instruction, `ld.global.v4.u32` or `v2.u64`, and needs an address that is a
+multiple of 16. It is written in PTX, because LLVM splits vectors of small integers. The compiler may move and merge the
+loads, because no kernel reads what it has written. So these loads cannot be used to wait for a peer's word.
 
-The processor has an instruction for float16; integer instructions convert bfloat16. Products are not fused with
-additions. In float16 and bfloat16, every NaN is rounded to one quiet NaN, as on the CPU (compiler/elements.py).
+A GPU has instructions that convert float16; integer instructions convert bfloat16. `product32` and `product64` are
+products that the compiler does not fuse with additions. In float16 and bfloat16, every NaN is rounded to one quiet NaN,
+as on the CPU (compiler/elements.py).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def accesses(kind: Any, lanes: int, wide: bool) -> Accesses:
     """Return `load` and `store` of `lanes` successive numbers of a type.
 
     Args:
-        wide: access all of them, VECTOR bytes, with one instruction.
+        wide: whether one instruction accesses all of them; they are VECTOR bytes together.
     """
     if SIMULATED:
         return _simulated(kind, lanes, wide)
@@ -92,7 +93,7 @@ def _compiled(kind: Any, lanes: int, memory: _Words | _Scalars) -> Accesses:
 
 
 class _Scalars:
-    """Numbers, accessed one by one."""
+    """Loads and stores numbers one by one."""
 
     def __init__(self, kind: Any) -> None:
         self._lane, self._size = _llvm_type(kind), size_of(kind)
@@ -109,7 +110,10 @@ class _Scalars:
 
 
 class _Words:
-    """VECTOR bytes in registers: two of 64 bits for 8-byte numbers, else four of 32 bits."""
+    """Loads and stores VECTOR bytes at once.
+
+    They are in two 64-bit registers for 8-byte numbers, else in four 32-bit registers.
+    """
 
     def __init__(self, kind: Any) -> None:
         self._kind, self._lane = _llvm_type(kind), ir.IntType(int(kind.bitwidth))

@@ -7,9 +7,9 @@
 | bool              | a uint8              | 0 or 1                |
 | float16, bfloat16 | a uint16             | float32, rounded once |
 
-A *group* is the tuple of an element's lanes. Every function here takes and returns groups, so that reducers.py builds
-operations on one lane in the same way as on two. An operation may be a user's function. Structured dtypes have a kernel
-of their own.
+A *group* is the tuple of an element's lanes. The functions that this file makes take and return groups, so that
+reducers.py builds operations on one lane in the same way as on two. An operation may be a user's function. Structured
+dtypes have a kernel of their own (`records_kernel`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _truth(a):
 def combination(code: int, element: DeviceElement, kind: str) -> Any:
     """Return the function that combines two groups by a predefined operation.
 
-    A code that names no other operation, such as PREMUL_SUM's, means SUM.
+    An operation that is not in the tables below, such as PREMUL_SUM, is computed as SUM.
 
     Args:
         kind: the dtype's kind; "f" for bfloat16.
@@ -106,7 +106,8 @@ def _both(a, b):
     return a & b
 
 
-# MIN and MAX choose as `numpy.minimum` does: of two equal numbers the first, of a number and a NaN the NaN.
+# MIN and MAX choose as `numpy.minimum` and `numpy.maximum` do: of two equal numbers the first, of a number and a NaN
+# the NaN.
 _NUMBERS: dict[int, Callable[..., Any]] = {
     SUM: lambda a, b: a + b,
     PRODUCT: lambda a, b: a * b,
@@ -149,8 +150,8 @@ def ending(code: int, element: DeviceElement, n: int) -> Any:
 def combination_by(function: Callable[[Any, Any], Any], element: DeviceElement, kind: str) -> Any:
     """Return the function that combines two groups by a user's function of two scalars.
 
-    The function gets booleans for bool (`kind` "b"), complex numbers for complex ("c"), float32 for float16 and
-    bfloat16. Its result is converted as in an assignment.
+    The user's function gets booleans for bool (`kind` "b"), complex numbers for complex dtypes ("c"), and float32 for
+    float16 and bfloat16. Its result is converted to the dtype as in an assignment.
     """
     scalar, part = device(plain_function(function)), element.computed
     if kind == "b":
@@ -166,7 +167,8 @@ def combination_by(function: Callable[[Any, Any], Any], element: DeviceElement, 
     else:
         combine = device(lambda a, b: (part(scalar(a[0], b[0])),))
     if not SIMULATED:
-        # Compile it before it is nested: after an error Numba tries twice at each level, which takes a minute.
+        # Compile it now, before other functions call it. If Numba found an error in it only then, it would try each of
+        # the nested callers twice, which takes a minute.
         combine.compile_device((types.UniTuple(part, element.lanes),) * 2)
     return combine
 
@@ -174,8 +176,9 @@ def combination_by(function: Callable[[Any, Any], Any], element: DeviceElement, 
 def records_kernel(function: Callable[[Any, Any], Any], dtype: np.dtype[Any]) -> Any:
     """Return a kernel like those of reducers.py that reduces one record at a time.
 
-    The user's function gets private copies, which it may modify. Their fields are aligned even if those in memory are
-    not, because numba-cuda compiles only aligned ones. (Numba's simulator has no alignment of local arrays.)
+    The user's function gets private copies of the records, which it may modify. The copies' fields are aligned even if
+    those in memory are not, because numba-cuda compiles only aligned fields. (Numba's simulator does not align local
+    arrays.)
     """
     aligned = np.dtype([(name, field[0]) for name, field in (dtype.fields or {}).items()], align=True)
     record, size = from_dtype(aligned), dtype.itemsize
@@ -208,7 +211,9 @@ def records_kernel(function: Callable[[Any, Any], Any], dtype: np.dtype[Any]) ->
 def _copy(bytes_of: list[tuple[int, int]], inwards: bool) -> Any:
     """Return a function that copies single bytes between an address and an array of one record.
 
-    `bytes_of` has each byte's offset at the address and in the array.
+    Args:
+        bytes_of: for each byte the offset from the address and the offset in the array.
+        inwards: whether it copies to the array.
     """
     if SIMULATED:
 

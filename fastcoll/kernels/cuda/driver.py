@@ -1,7 +1,8 @@
 """CUDA's driver library: loads compiled code and launches it with little overhead.
 
-A kernel is loaded as a context-independent CUkernel (CUDA 12), so one handle works on every device of the process; it
-runs in the calling thread's current context. numba-cuda's own launch inspects all arguments' types each time.
+A kernel is loaded as a context-independent CUkernel (CUDA 12), so one handle works on every device of the process. A
+launched kernel runs in the calling thread's current context. numba-cuda's own launch is not used, because it inspects
+the types of all arguments each time.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class CudaDriver:
     def wait_value(self, stream: int, address: int, value: int) -> None:
         """Make later work on a stream wait until a word of device memory is at least `value`.
 
-        No multiprocessor is busy meanwhile. The wait orders no memory: a kernel must read the word with an acquire.
+        The wait occupies no multiprocessor. It does not order memory accesses: a later kernel that reads data which
+        the word announces must first read the word with an acquire.
         """
         assert self._wait is not None
         if status := self._wait(stream, address, value, 0):  # CU_STREAM_WAIT_VALUE_GEQ

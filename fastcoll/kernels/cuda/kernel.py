@@ -1,8 +1,8 @@
 """Kernels that can be launched: compiled for the driver, or run by the simulator.
 
 This file imports `numba.cuda`, and finds out whether it is a simulator (SIMULATED). On a GPU, `numba.cuda` must come
-from the package numba-cuda, because the CUDA target inside Numba is deprecated. Both have a simulator; Numba's needs no
-extra.
+from the package numba-cuda, because the CUDA target inside Numba is deprecated. Both packages have a simulator, so the
+simulator can be used without numba-cuda.
 
 A kernel's parameters are int64 words, followed by tuples of words; a launch passes all words one after the other.
 """
@@ -47,8 +47,8 @@ def _import_cuda() -> Any:
     from numba.cuda.descriptor import cuda_target
 
     try:
-        # Import the modules that the first compilation would import: numba-cuda does not check whether NumPy is too
-        # new.
+        # Import now what the first compilation would import. This fails if NumPy is too new for numba-cuda, which does
+        # not check NumPy's version.
         cuda_target.target_context.refresh()
     except Exception as error:  # an AttributeError for a name that NumPy has removed
         raise UnavailableError(
@@ -70,7 +70,10 @@ def device(function: Callable[..., Any]) -> Any:
 
 
 def instruction(returns: types.Type, *kinds: Any) -> Any:
-    """Return a decorator like that of compiler/jit.py for CUDA kernels; not for the simulator."""
+    """Return a decorator for CUDA kernels like `instruction` of compiler/jit.py.
+
+    The simulator cannot use it.
+    """
     from numba.cuda.extending import intrinsic
 
     return lambda emit: compiling.instruction(emit, returns, *kinds, by=intrinsic)
@@ -80,10 +83,11 @@ THREADS = 4 if SIMULATED else 256
 """Threads of a block."""
 
 _BLOCKS = 3
-"""Most blocks in the simulator: few, so that a thread processes several items."""
+"""Most blocks of a launch in the simulator; few, so that tests run the case that a thread processes several items."""
 
 _RESIDENT = 2048
-"""Most threads that a multiprocessor holds. Blocks beyond that would start late and find no items left."""
+"""Most threads that a multiprocessor holds at once. More blocks would start only after others end, with no items left
+to process."""
 
 
 class CompilationError(UnavailableError):
@@ -124,7 +128,8 @@ class _Compiled:
             raise CompilationError(
                 f"numba-cuda cannot compile a kernel ({type(error).__name__}: {error}): {INSTALL}"
             ) from error
-        # Devices of different capabilities need the driver's compiler, which may be too old for this PTX.
+        # For devices of different capabilities, the driver compiles the PTX; a driver may be too old for this PTX. So
+        # for a single capability the code is assembled here.
         code = ptx.encode() + b"\0" if others else assemble(ptx, lowest)
         self._kernel = self._driver.load(code, name)
         self._launch, self._frame = self._driver.launch_kernel, _Frame(words + sum(tuples))
@@ -140,13 +145,15 @@ class _Compiled:
 
 
 Kernel: Any = _Simulated if SIMULATED else _Compiled
-"""Kernel(function, words, tuples)(items, stream, *words) launches a thread per item, at most what a device holds."""
+"""Kernel(function, words, tuples) compiles a function that takes `words` words, and then a tuple of each length in
+`tuples`. Calling the result with (items, stream, *words) launches a thread per item, at most as many as a device
+holds."""
 
 
 def compile_ptx(
     function: Callable[..., None], words: int, tuples: Sequence[int], capability: tuple[int, int]
 ) -> tuple[str, str]:
-    """Return a kernel's PTX and its name there."""
+    """Return a kernel's PTX, and the kernel's name in it."""
     parameters = [types.int64] * words + [types.UniTuple(types.int64, length) for length in tuples]
     # Numba's ABI passes a tuple as separate words.
     ptx, _ = cuda.compile(
@@ -160,7 +167,7 @@ def compile_ptx(
 def assemble(ptx: str, capability: tuple[int, int]) -> bytes:
     """Assemble PTX to a cubin for devices of one capability.
 
-    Drivers that are older than the PTX's version can load a cubin.
+    A cubin can be loaded by a driver that is too old for the PTX's version, too.
     """
     from cuda.bindings import nvjitlink
 

@@ -47,7 +47,10 @@ def pack(dense: int, x: Strided, stream: int, back: bool = False) -> None:
 
 
 def coalesced(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the same elements in the same order with as few dimensions as possible, at least one."""
+    """Return a shape and strides of the same elements in the same order.
+
+    They have as few dimensions as possible, but at least one.
+    """
     extents: list[int] = []
     steps: list[int] = []
     for extent, step in zip(shape, strides, strict=True):
@@ -68,7 +71,7 @@ def _mover(word: int, dimensions: int, packing: bool) -> Any:
 
 
 def mover(word: int, dimensions: int, packing: bool) -> Callable[..., None]:
-    """Return the kernel, as Python, that moves words of `word` bytes, one per thread at a time."""
+    """Return the kernel that moves words of `word` bytes, as a Python function."""
     if word == VECTOR:
         load, store = accesses(types.uint64, 2, True)
     else:
@@ -106,8 +109,8 @@ def _offset(dimensions: int) -> Any:
 def scale(dst: int, src: int, count: int, dtype: np.dtype[Any], factor: Any, stream: int) -> None:
     """Write src * factor to dst, for float or complex elements; does not wait.
 
-    The two addresses are equal, or the arrays do not overlap. The factor is passed as launch arguments: pinned memory
-    for it would be freed on a thread that must not wait.
+    The two addresses are equal, or the arrays do not overlap. The factor is passed as launch arguments, not in pinned
+    memory, which would be freed on a thread that must not wait.
     """
     if count:
         number = np.zeros(1, dtype)
@@ -122,9 +125,9 @@ def _scaler(dtype: np.dtype[Any]) -> Any:
 
 
 def scaler(dtype: np.dtype[Any]) -> Callable[..., None]:
-    """Return the kernel, as Python, that scales one element at a time.
+    """Return the kernel that multiplies elements by a factor, as a Python function.
 
-    Its argument `factor` is a tuple of words, one per lane.
+    The kernel's argument `factor` is a tuple of words, one per lane.
     """
     element = element_of(dtype)
     load, store = accesses(element.lane, element.lanes, False)

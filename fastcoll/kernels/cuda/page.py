@@ -1,6 +1,6 @@
-"""The layout of the memory that a rank shares with the ranks of its node.
+"""The layout of the GPU memory that a rank shares with the ranks of its node.
 
-A page of words comes first, then the slots.
+A page of words comes first, then the slots for data (gpu/ipc). "This rank" is the rank whose memory it is.
 
     offset in the page       bytes   writer      reader
     LINES + 384 * r          128     rank r      this rank   r's line, for its calls with an even number
@@ -15,7 +15,8 @@ A rank writes its own state into every rank's page, so that each rank waits on m
 the call that a rank has begun:
 
     SEQUENCE  the call's number, written last        CALL, SHAPE  of core/signature.py
-    BALANCE   a sum over what the rank gives minus a sum over what it expects; if these match, all ranks' sum is 0
+    BALANCE   a sum over what the rank gives minus a sum over what it expects; if what all ranks give and expect
+              matches, the sum of their balances is 0
 
 CONTROL is the address of pinned host memory, through which one rank's kernels and host communicate:
 
@@ -56,9 +57,9 @@ CONTROL_BYTES = REPORTED + 8 * LINE_WORDS * MOST_RANKS
 GAVE_UP, MISMATCH = 1, 2
 
 STEP_BITS = 16
-"""Bits of a STEP word that have the step. The call's number has 46 bits more, enough for ten years."""
+"""Bits of a STEP word that hold the step. The next 46 bits hold the call's number, enough for ten years."""
 LAST_STEP = (1 << STEP_BITS) - 1
-"""The step that a rank publishes if it takes no more steps in its call, and other ranks may take more."""
+"""The step that a rank publishes when it takes no more steps in its call, although other ranks may take more."""
 
 
 def rank_words(rank: int) -> int:

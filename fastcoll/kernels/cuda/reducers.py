@@ -2,14 +2,17 @@
 
 They reduce in rank order and in one pass. The result has the bits of the CPU's reducers, with two exceptions. A NaN
 that SUM, AVG or PRODUCT of float32, float64 or complex numbers produces has another sign and payload (MIN and MAX keep
-its bits; float16 and bfloat16 have one NaN). In a custom operation's function, NVVM fuses a * b + c, which rounds once.
+a NaN's bits; float16 and bfloat16 have one NaN). In a custom operation's function, NVVM fuses a * b + c, which is then
+rounded once instead of twice.
 
-A reduction is a kernel. Each of its threads moves 16 bytes of every source through registers:
+A reduction is a kernel:
 
     kernel(dst, head, packs, count, srcs)
 
-`srcs` is a tuple of n addresses. The first `head` elements and those after the packs are processed one by one. `dst` is
-one of the sources or does not overlap them: a thread reads all sources' elements before it writes any.
+`srcs` is a tuple of the n sources' addresses. A *pack* is 16 bytes of elements. After the first `head` elements there
+are `packs` packs; a thread moves a pack of every source at a time through registers. The `head` elements, and those
+after the packs, are processed one by one. `dst` is one of the sources or does not overlap them: a thread reads all
+sources' elements before it writes any.
 
 Functions over many lanes and over many sources are built recursively from two functions of half the size. So the
 generated code has no loops over lanes or sources and stays in registers, and the simulator runs the same code.
@@ -32,7 +35,7 @@ from .combining import DeviceElement, combination, combination_by, element_of, e
 from .kernel import CompilationError, Kernel, cuda, device
 
 MOST_SOURCES = 64
-"""More sources would make a kernel's straight-line code, and so its compilation, long; a node has fewer GPUs."""
+"""With more sources, a kernel's straight-line code and its compilation would be long; a node has fewer GPUs."""
 
 _compiling = threading.Lock()
 
@@ -71,7 +74,7 @@ class CudaReducer:
         if count * self.itemsize == 0:
             return
         kernel = self._kernels.get(len(srcs)) or self.prepare(len(srcs))
-        # `head` elements precede the first index at which all addresses are multiples of 16; `count` if there is none.
+        # `head` is the first index at which all addresses are multiples of 16, or `count` if there is none.
         bits, head = dst, 0
         for src in srcs:
             bits |= src
@@ -109,7 +112,7 @@ class CudaReducer:
             return self._kernels[n]
 
     def kernel(self, n: int) -> Callable[..., None]:
-        """Return the kernel for n sources, as Python; see the module docstring."""
+        """Return the kernel (see the module) for n sources, as a Python function."""
         op, dtype, kind = self._op, self._dtype, kind_of(self._dtype)
         if dtype.names is not None:
             assert op.function is not None
@@ -149,13 +152,13 @@ class Fold(NamedTuple):
 def unroll(n: int) -> int:
     """Return how many packs of every source a thread loads at once.
 
-    A thread then has at least 48 bytes of loads in flight. Not measured.
+    With these numbers a thread has at least 48 bytes of loads in flight; they were not chosen by measurement.
     """
     return max(1, 4 // n)
 
 
 def kernel_of(fold: Fold, n: int) -> Callable[..., None]:
-    """Return the kernel for n sources, as Python."""
+    """Return the kernel for n sources, as a Python function."""
     element = fold.element
     lanes, group = VECTOR // size_of(element.lane), element.lanes
     size, per_pack = size_of(element.lane) * group, lanes // group
@@ -184,9 +187,10 @@ def kernel_of(fold: Fold, n: int) -> Callable[..., None]:
 
 
 def _transfer(fold: Fold, n: int, lanes: int, wide: bool, ahead: int) -> Any:
-    """Return a function that reduces `lanes` lanes at `ahead` offsets, `gap` bytes apart.
+    """Return a function that reduces `lanes` lanes at each of `ahead` offsets.
 
-    It reads all of them before it writes any, so that the loads are in flight together.
+    The offsets are `gap` bytes apart. The function reads all lanes before it writes any, so that the loads are in
+    flight together.
     """
     load, store = accesses(fold.element.lane, lanes, wide)
     value = _reduction(fold, n, lanes, load)
@@ -227,7 +231,7 @@ def _reduction(fold: Fold, n: int, lanes: int, load: Any) -> Any:
 
     @cache
     def take(sources: int) -> Any:
-        """Return a function that combines a value with some more sources, in order."""
+        """Return a function that combines a value with `sources` sources, in order."""
         if sources == 1:
             return device(lambda taken, srcs, at: combine(taken, widen(load(srcs[0] + at))))
         half = sources // 2
@@ -248,7 +252,10 @@ def _lanewise(combine: Any, parts: int, group: int) -> Any:
 
 
 def _chain(lanes: int, group: int, *functions: Callable[..., Any] | None) -> Any:
-    """Return the composition of functions of a group, for tuples of lanes."""
+    """Return a function of a tuple of lanes that applies `functions` to each group.
+
+    They are applied in order; None is skipped.
+    """
 
     def after(first: Any, second: Any) -> Any:
         return device(lambda a: second(first(a)))

@@ -1,17 +1,17 @@
 """Synchronisation of ranks that share GPU memory: kernels of one block.
 
-They run between the kernels that move and reduce data. Every rank runs the same ones, each on a stream of its own:
+They run between the kernels that move and reduce data. Every rank launches the same kernels, on a stream of its own:
 
     meet(page, number, call, shape, balance)      begin a call: publish its signature, wait for all ranks, compare
     announce(page, number, call, shape, balance)  publish the signature, as `meet` does
     step(page, word)                              publish that the next slot is written, wait for all ranks
     publish(page, offset, value)                  write a word into every rank's page, without waiting
 
-`word` is call number << STEP_BITS | step. Each thread serves a peer; with more peers than threads, a thread serves
-several in turn. page.py describes the words.
+`page` is the address of this rank's page, whose words page.py describes. `word` is call number << STEP_BITS | step.
+Each thread serves a peer; with more peers than threads, a thread serves several in turn.
 
-Invariant: after a rank has given up a wait (STOP) or found a mismatch, which all ranks find in the same call, it
-publishes nothing. So no peer takes incomplete data for complete.
+Invariant: a rank that has given up a wait (STOP) or found a mismatch publishes nothing afterwards. So no peer takes
+incomplete data for complete. All ranks find a mismatch in the same call.
 
 Suppose that work in one rank's stream writes memory, a later kernel in this stream publishes a word, and a kernel in a
 peer's stream waits for the word. Then the peer's work behind its kernel sees the memory. PTX's memory model (PTX ISA,
@@ -19,8 +19,8 @@ peer's stream waits for the word. Then the peer's work behind its kernel sees th
 stream, happen before reads that follow an acquire of system scope of the same word, in the thread or later in its
 stream. NVVM and ptxas move neither the release nor the acquire: both are volatile and clobber memory.
 
-An address is a multiple of 8. It is in device memory of this rank, in a peer's device memory that is mapped here, or in
-pinned host memory.
+Every address is a multiple of 8. It is in device memory of this rank, in a peer's device memory that is mapped here, or
+in pinned host memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ POISON = 1 << 62
 """More than any published value; the host writes it to words to end the waits for them."""
 
 _SPINS = 64
-"""Polls of a word between two polls of the stop word, which takes a microsecond or two: it is in host memory."""
+"""Polls of a word between two polls of STOP, which take a microsecond or two each: STOP is in host memory."""
 
 _NAP_NANOSECONDS = 100
 """Sleep between two polls of a word in the GPU's own memory."""
@@ -187,7 +187,7 @@ def meet(page, number, call, shape, balance):
 
 
 def announce(page, number, call, shape, balance):
-    """Publish the call's signature, as `meet` does again later."""
+    """Publish the call's signature early; `meet` publishes it again later."""
     dead, size = load_relaxed(page + at.DEAD), load_relaxed(page + at.SIZE)
     peer = cuda.threadIdx.x
     while dead == 0 and peer < size:
