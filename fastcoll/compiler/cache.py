@@ -1,17 +1,17 @@
 """Machine code on disk, compiled by one process and loaded by the others.
 
-No process runs code that another user may have written. A file has a function's code for one Python, Numba and
-processor; the file's name has a digest of these. The file begins with a stamp of everything that the code depends on,
-including the state of the sources, and with a hash of the code:
+No process runs code that another user may have written. A file has the code of one function for one version of Python
+and Numba and one processor; the file's name has a digest of these. The file begins with a digest of everything that the
+code depends on (the *stamp*), and with a digest of the code:
 
     bytes 0 to 15    digest of the function, the sources and the platform (`KernelCache._stamp`)
     bytes 16 to 31   digest of the rest
     the rest         an object file (machine_code.py)
 
-If the stamp or the hash differs, the code is compiled anew and the file is replaced atomically. If NUMBA_CACHE_DIR is
+If one of the two digests differs, the code is compiled again and the file is replaced atomically. If NUMBA_CACHE_DIR is
 set, files are read from that directory only; otherwise from `__pycache__` beside the source and from the user's cache
-directory. A file is written to the first of these directories that is writable (cache_files.py). Code that cannot be
-written is used nevertheless.
+directory. A file is written to the first of these directories that is writable (cache_files.py). If none is, the code
+is used in this process only.
 """
 
 from __future__ import annotations
@@ -55,14 +55,18 @@ _OTHER_ROOMS = {
     "tools",
     "torch",
 }
-"""Modules that define kernels for this cache must not import from these rooms (tests/test_import.py)."""
+"""Folders of this package that `_hash_sources` leaves out, because no kernel's code depends on them: modules that
+define kernels must not import from these folders (tests/test_import.py)."""
 
 
 def _hash_sources() -> str | None:
-    """Return a hash of all sources whose values a kernel can contain; None if there are no files.
+    """Return a hash of all sources on which a kernel's code can depend.
 
-    A package in an archive has no files. The content is hashed, and not the modification times, because builds and
-    package managers set those as they like. Hashing takes 7 ms.
+    The content is hashed, and not the modification times, because builds and package managers set those as they like.
+    Hashing takes 7 ms.
+
+    Returns:
+        None if there are no files, because the package is in an archive.
     """
     found, state = False, hashlib.blake2b(digest_size=16)
     for folder, rooms, names in os.walk(_PACKAGE):
@@ -77,14 +81,14 @@ def _hash_sources() -> str | None:
     return state.hexdigest() if found else None
 
 
-# Hashed at import, because the files may have changed when the first kernel is compiled.
+# Hashed at import, because the files may change before the first kernel is compiled.
 _SOURCES = _hash_sources()
 
 
 class ProgressLog:
-    """A log of which kernel is being compiled, if compilations take more than a second.
+    """Logs which kernel is being compiled, once compilations take more than a second.
 
-    Short compilations are added up: a line is due when they have taken a second together since the last line.
+    The times of short compilations are added up: a line is logged when they exceed a second since the last line.
     """
 
     _unlogged: ClassVar[float] = 0.0
@@ -97,7 +101,7 @@ class ProgressLog:
         self._logged = False
         self._done = threading.Event()
         self._began = time.perf_counter()
-        # A thread logs, because Numba does not return in between.
+        # Another thread logs, because this thread is in Numba until the compilation ends.
         self._thread = threading.Thread(target=self._log_progress, name="fastcoll-progress-log", daemon=True)
         self._thread.start()
 
@@ -117,7 +121,7 @@ class ProgressLog:
         cls._unlogged = 0.0 if self._logged else cls._unlogged + took
 
     def _log_progress(self) -> None:
-        # Several ranks may compile at once; for a user's reduction, even all. Only the holder of this lock logs.
+        # Several ranks may compile at once; all ranks do for a user's reduction. Only the holder of this lock logs.
         folder = os.open(_PACKAGE if _SOURCES else "/", os.O_RDONLY)
         pause = _FIRST_LOG - self._unlogged
         while not self._done.wait(pause):
@@ -148,7 +152,7 @@ class KernelCache:
     compiled: ClassVar[int] = 0
     """Number of compilations in this process."""
     unkept: ClassVar[str] = ""
-    """Why the first code that could not be written was not written; empty: all was."""
+    """The reason why code could not be written to disk for the first time; empty if all code was written."""
 
     def __init__(
         self, function: Callable[..., Any], what: str, signature: str = "", option: str = ""
@@ -170,7 +174,10 @@ class KernelCache:
         return self._kept and self._found() is not None
 
     def code(self, compile: Callable[[], bytes]) -> bytes:
-        """Return the code on disk, or the result of `compile`; other processes wait meanwhile."""
+        """Return the code on disk, or the result of `compile`.
+
+        The result is written to disk. Other processes that need the same code wait for it.
+        """
         if not self._kept:
             return undisturbed(partial(self._compiled, compile, ""))
         found = self._found()
@@ -185,7 +192,10 @@ class KernelCache:
         return found
 
     def _compiled_under_lock(self, compile: Callable[[], bytes], folder: str, lock: int | None) -> bytes:
-        """Return the code, as the holder of the lock; close the lock."""
+        """Return the code; compile and write it if no other process has.
+
+        This process holds the lock, which is released at the end.
+        """
         try:
             found = self._found()
             if found is None:

@@ -1,9 +1,9 @@
 """The folders of compiled code, and the check whether the code in a file may be run.
 
-The files are machine code: another user who can write to one, or add one to its folder, can run code as this user. So
-the only users who may have write access to the file and the folder are this user, root, and users who can change the
-source file, which is run anyway. The check uses the same file descriptors as the read, so neither file nor folder can
-be replaced in between.
+The files are machine code: another user who can write to a file, or add a file to its folder, can run code as this
+user. So the only users who may have write access to the file and the folder are this user, root, and users who can
+change the source file, which is run anyway. The check uses the same file descriptors as the read, so neither file nor
+folder can be replaced in between.
 """
 
 from __future__ import annotations

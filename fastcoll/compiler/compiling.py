@@ -4,10 +4,10 @@ jit.py has the decorators that declare them. This is the only file with Numba's 
 something has to be compiled, because it imports Numba. Fastmath is off, so that the same inputs give the same bits.
 Kernels release the GIL, never raise, and divide as NumPy does.
 
-Each part is typed once, and linked into the code that uses it; LLVM optimises them together. By default Numba optimises
-each part by itself, generates machine code and a Python wrapper for it, and repeats that for every literal argument.
-With this default the entries took 22 s to compile; now they take 9 s (all of fastcoll.shm and one reducer, 2-core AMD
-EPYC, Numba 0.68).
+Numba types each kernel and helper once, and links it into the code that uses it; LLVM then optimises all of that code
+together. By default Numba optimises each function by itself, generates machine code and a Python wrapper for it, and
+repeats that for every literal argument. With this default the entries took 22 s to compile; now they take 9 s (all of
+fastcoll.shm and one reducer, 2-core AMD EPYC, Numba 0.68).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ check_version("Numba", numba.__version__)
 
 
 class _Codegen:
-    """A library's code generator that ignores the environments which Numba makes for helpers.
+    """A code generator that ignores Numba's environments of helpers (`set_env`).
 
-    No code here needs them at run time.
+    The code of this package needs no environments at run time.
     """
 
     def __init__(self, codegen: Any) -> None:
@@ -59,9 +59,9 @@ _libraries: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def forget_modules() -> None:
-    """Keep LLVM's modules until the process ends.
+    """Let no library free its LLVM modules; they stay until the process ends.
 
-    llvmlite cannot free them while Python shuts down.
+    llvmlite cannot free modules while Python shuts down.
     """
     for library in _libraries:
         library.forget()
@@ -100,7 +100,7 @@ class _Library(JITCodeLibrary):
 
 
 class _Complete(_Library):
-    """A function and all functions that it needs, optimised together."""
+    """The code of a function and of all functions that it needs, optimised together."""
 
     def _optimize_final_module(self):
         JITCodeLibrary._optimize_final_module(self)
@@ -146,12 +146,12 @@ class Linked(CPUDispatcher):
 
 
 FLAGS = {"error_model": "numpy"}
-# Kernels make no arrays, lists or strings, so their code needs nothing of Numba's runtime.
+# Kernels make no arrays, lists or strings, so their code does not need Numba's runtime (NRT).
 _WORDS_ONLY = {**FLAGS, "_nrt": False, "nogil": True}
 
 
 def linked(function: Callable[..., Any], **flags: bool) -> Linked:
-    """Return a function as a part of compiled code, with fastcoll's flags and `flags`."""
+    """Return a function for compiled code to call, with fastcoll's flags and `flags`."""
     return Linked(function, {**_WORDS_ONLY, **flags})
 
 
@@ -283,9 +283,10 @@ def complete_c_function(function: Callable[..., Any], signature: Any) -> _Comple
 def link_complete(
     function: Callable[..., Any], signature: Any, kind: ir.FunctionType, emit: Callable[..., None]
 ) -> _Complete:
-    """Compile a function and its caller, a function of LLVM's type `kind`.
+    """Compile a function and a caller for it, which has LLVM's type `kind`.
 
-    `emit(builder, call, *values)` adds the caller's instructions.
+    `emit(builder, call, *values)` adds the caller's instructions: `values` are the caller's arguments, and `call` emits
+    the call of the function.
     """
     part = linked(function, forceinline=True)
     with no_collection():

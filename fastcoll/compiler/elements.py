@@ -45,19 +45,19 @@ def shaped(lane: ir.Type, width: int) -> ir.Type:
 
 
 def like(lane: ir.Type, value: ir.Value) -> ir.Type:
-    """Return the type of as many lanes `lane` as `value` has."""
+    """Return the type of a value with as many lanes as `value`, each of type `lane`."""
     return ir.VectorType(lane, value.type.count) if isinstance(value.type, ir.VectorType) else lane
 
 
 def constant(number: int, value: ir.Value) -> ir.Constant:
-    """Return an integer in every lane of a type like `value`'s."""
+    """Return a constant of the type of `value`, with `number` in every lane."""
     if isinstance(value.type, ir.VectorType):
         return ir.Constant(value.type, [number] * value.type.count)
     return ir.Constant(value.type, number)
 
 
 def splat(builder: ir.IRBuilder, scalar: ir.Value, value: ir.Value) -> Any:
-    """Return a scalar in as many lanes as `value` has."""
+    """Return a value that has `scalar` in each of as many lanes as `value` has."""
     if not isinstance(value.type, ir.VectorType):
         return scalar
     undefined = ir.Constant(like(scalar.type, value), ir.Undefined)
@@ -66,7 +66,7 @@ def splat(builder: ir.IRBuilder, scalar: ir.Value, value: ir.Value) -> Any:
 
 
 def shuffled(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Iterable[int]) -> Any:
-    """Return the given lanes of two vectors; `b`'s are numbered after `a`'s."""
+    """Return a vector of the given lanes of `a` and `b`; `b`'s are numbered after `a`'s."""
     chosen = list(lanes)
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.IntType(32), len(chosen)), chosen))
 
@@ -77,7 +77,7 @@ _U16, _U32, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 
 def converts_in_hardware() -> bool:
-    """Return whether Numba's code here may use the processor's float16 conversions."""
+    """Return whether code for Numba's target processor may use float16 instructions."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return platform.machine() in ("aarch64", "arm64")
     if config.CPU_FEATURES is not None:
@@ -185,9 +185,10 @@ if converts_in_hardware():
     CONVERSIONS["float16"] = widen_float16_in_hardware, round_float16_in_hardware
 
 WIDTHS = {"float16": 16, "bfloat16": 32}
-"""Lanes that are best converted together.
+"""The number of lanes that are best converted together.
 
-As float32 they fill a register of AVX-512, or two: the even and the odd lanes.
+As float32, 16 lanes fill a register of AVX-512; 32 lanes of bfloat16 fill two, one with the even and one with the odd
+lanes.
 """
 
 
@@ -195,7 +196,7 @@ As float32 they fill a register of AVX-512, or two: the even and the odd lanes.
 
 _BYTE = ir.IntType(8)
 _REGISTER = 64
-"""Bytes of AVX-512's registers; LLVM splits one where the processor's are smaller."""
+"""Bytes of AVX-512's registers; LLVM splits a value of this size if the processor's registers are smaller."""
 
 
 class Half(types.Type):

@@ -1,9 +1,9 @@
 """Decorators that declare entries, kernels, helpers and C functions without importing Numba.
 
 Python calls an *entry*; entries call *kernels*; a *helper* becomes part of each of its callers. A decorator returns a
-placeholder. When Numba compiles code that uses the placeholder, it reads its `_numba_type_`, and compiling.py makes
-Numba's own object. Functions that Python or C calls are kept on disk as machine code (cache.py) and loaded without
-Numba (machine_code.py), whose import takes almost a second on some processors.
+placeholder (`Part`). When Numba compiles code that uses the placeholder, it reads the placeholder's `_numba_type_`, and
+compiling.py makes Numba's own object. Functions that Python or C calls are kept on disk as machine code (cache.py) and
+loaded without Numba (machine_code.py), because the import of Numba takes almost a second on some processors.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .machine_code import load, python_function
 def _forget_modules() -> None:
     """Call `forget_modules` at exit if this process has compiled.
 
-    Hooks run newest first. The hook that leaves a job may compile, and is registered after this one, so it runs before.
+    Hooks run newest first. The hook that leaves a job may compile; it is registered after this hook, so it runs first.
     """
     if (compiling := sys.modules.get(f"{__package__}.compiling")) is not None:
         compiling.forget_modules()
 
 
 class Part:
-    """A part of compiled code.
+    """A kernel, helper or external function, as a placeholder for Numba's object.
 
     Args:
-        make: makes Numba's object, when Numba first meets the part.
+        make: makes Numba's object; called when Numba first needs it.
         py_func: the Python function, if there is one.
     """
 
@@ -46,7 +46,7 @@ class Part:
 
     @cached_property
     def made(self) -> Any:
-        """Numba's object, which lives as long as this one."""
+        """Numba's object, which lives as long as the placeholder."""
         return self._make()
 
     @cached_property
@@ -118,14 +118,14 @@ def external(name: str, signature: str) -> Any:
 
 
 def has_failpoints() -> bool:
-    """Return whether entries are compiled with failpoints (failing.py).
+    """Return whether entries are compiled with failpoints (kernels/failing.py).
 
-    Such entries have cache files of their own.
+    Entries with failpoints have cache files of their own.
     """
     return bool(config.get("FASTCOLL_FAILPOINT"))
 
 
-_compiling = threading.RLock()  # threads that need the same code compile it once
+_compiling = threading.RLock()  # so that code that several threads need is compiled once
 
 
 def _after_fork() -> None:
@@ -137,9 +137,10 @@ at_fork("compiling", _after_fork)
 
 
 class Entry:
-    """A compiled function that Python calls; compiled or loaded at its first call, kept on disk.
+    """A compiled function that Python calls.
 
-    Each parameter is annotated as a `PyObject` or an `Index` (kernels/pyobjects.py). The function returns an integer.
+    The first call compiles it and writes it to disk, or loads it from disk. Each parameter is annotated as a `PyObject`
+    or an `Index` (kernels/pyobjects.py). The function returns an integer.
 
     Attributes:
         call: the function, a builtin with CPython's fastest calling convention.
@@ -162,7 +163,7 @@ class Entry:
                 )
 
     def cache(self) -> KernelCache:
-        """Return the cache file of its code."""
+        """Return the cache file of this entry's code."""
         room = self._function.__module__.split(".")[1:2] or [self._function.__module__]
         variant = "with failpoints" if has_failpoints() else ""
         return KernelCache(self._function, f"{self.name} ({room[0]})", variant)
@@ -204,7 +205,7 @@ def c_function(
         signature: its signature, with Numba's names of types.
         what: its name in log lines.
         option: as for `KernelCache`.
-        failing: whether it contains failpoints.
+        failing: whether the function contains failpoints.
     """
     variant = f"{signature} with failpoints" if failing and has_failpoints() else signature
 

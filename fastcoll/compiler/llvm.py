@@ -28,13 +28,16 @@ def __getattr__(name: str) -> Any:
 
 
 def pointer(builder: Any, address: Any, lane: Any = None) -> Any:
-    """Convert an address to LLVM's pointer to type `lane`; by default, to a word."""
+    """Convert an address to an LLVM pointer to type `lane`; None: a 64-bit word."""
     word = __getattr__("WORD")
     return builder.inttoptr(address, (word if lane is None else lane).as_pointer())
 
 
 def function(builder: Any, name: str, returns: Any, *kinds: Any) -> Any:
-    """Declare, and return, a function of LLVM, or one that every process with CPython has."""
+    """Declare and return a function of LLVM, CPython or libc, or one of OWN_SYMBOLS.
+
+    machine_code.py has OWN_SYMBOLS, names of this package's own objects.
+    """
     there = builder.module.globals.get(name)
     ir = __getattr__("ir")
     return there if there is not None else ir.Function(builder.module, ir.FunctionType(returns, kinds), name)

@@ -2,11 +2,11 @@
 
 compiling.py lets LLVM write the file. It is an ELF file of position-independent code for the small code model, so its
 sections are put into one mapping, one after the other. Functions of CPython and libc may be further away than a call
-reaches. So the mapping has for each a *slot*, which holds the function's address, and a *stub*, which jumps to it. The
-loader knows the relocations that LLVM writes for such code, and rejects any other. That happens already when the code
-is compiled, because freshly compiled code is loaded from the same bytes. llvmlite's linker supports other processors
-too, but importing llvmlite takes 30 ms. Code stays mapped until the process ends, because threads may be running it
-until then.
+instruction reaches. So the mapping has for each symbol a *slot*, which holds the symbol's address, and a *stub*, which
+jumps to that address. The loader knows the relocations that LLVM writes for such code, and rejects all others. The
+process that compiles notices a rejection at once, because it loads the new code from the same bytes. llvmlite's linker
+supports all processors, but importing llvmlite takes 30 ms, so it is used only on processors other than x86-64. Code
+stays mapped until the process ends, because threads may be running it until then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ..errors import UnavailableError
 
 SYMBOL = "fastcoll.code"
-"""The name of the function that is called."""
+"""The name, in the object file, of the function whose address `load` returns."""
 
 OWN_SYMBOLS: dict[str, int] = {}
 """Addresses of this package's objects, by the names under which code refers to them."""
@@ -88,7 +88,8 @@ class _Object:
     def _is_wanted(self, section: _Section) -> bool:
         (names,) = struct.unpack_from("<H", self.file, 62)
         name = self._text(self.sections[names].offset + section.name)
-        # Kernels have no variables of their own. Unwinding stops at this code, as at any code without .eh_frame.
+        # Writable sections are left out, because kernels have no variables. .eh_frame is left out too, so a stack
+        # unwinder stops at this code.
         return name.startswith(".data.rel.ro") or (not section.flags & _WRITE and name != ".eh_frame")
 
     def _text(self, at: int) -> str:
@@ -161,7 +162,8 @@ def _link(found: _Object) -> int:
 class _Addresses(NamedTuple):
     """The addresses that a relocation uses.
 
-    They are the addresses of the relocated bytes, the symbol, the target of calls, and the symbol's slot.
+    They are the addresses of the bytes to relocate, of the symbol, of the target of calls to the symbol, and of the
+    symbol's slot.
     """
 
     relocated: int
@@ -211,7 +213,7 @@ def _reserve(size: int) -> int:
 
 
 def _fill(address: int, image: bytes) -> None:
-    """Write code to its address, and make it read-only."""
+    """Write code to its address, and make the memory executable and read-only."""
     ctypes.memmove(address, image, len(image))
     if _process.mprotect(address, len(image), mmap.PROT_READ | mmap.PROT_EXEC):
         raise UnavailableError(
@@ -238,7 +240,7 @@ _new.argtypes = [ctypes.c_void_p] * 3
 
 
 def python_function(address: int, name: str, doc: str) -> Callable[..., Any]:
-    """Return a builtin for a function in machine code.
+    """Return a Python builtin that calls a function in machine code.
 
     The function's type is `PyObject *(PyObject *self, PyObject *const *args, Py_ssize_t count)`.
     """
@@ -253,17 +255,17 @@ def python_function(address: int, name: str, doc: str) -> Callable[..., Any]:
 # void cpuid(uint32 leaf, uint32 subleaf, uint32 *registers)
 _CPUID = bytes.fromhex("53 4989d0 89f8 89f1 0fa2 418900 41895804 41894808 4189500c 5b c3")
 
-# The leaves that LLVM reads for the processor's name and features. The number of the core that executes cpuid (register
-# 1 of leaf 1) is cleared; leaf 13 also reports which registers the system saves.
+# The leaves that LLVM reads for the processor's name and features. Register 1 of leaf 1 has the number of the core that
+# executes cpuid, so `processor` clears it. Leaf 13 reports which registers the operating system saves.
 _LEAVES = [(0, 0), (1, 0), (7, 0), (7, 1), (13, 0), (13, 1), (20, 0), (25, 0), (30, 1), (36, 0)]
 _LEAVES += [(1 << 31, 0), ((1 << 31) + 1, 0), ((1 << 31) + 8, 0)]
 
 
 @cache
 def processor() -> bytes:
-    """Return the facts from which LLVM derives this processor's name and features.
+    """Return the data from which LLVM derives this processor's name and features.
 
-    On processors other than x86-64, they are lines of /proc/cpuinfo.
+    They are the results of cpuid or, on processors other than x86-64, lines of /proc/cpuinfo.
     """
     if os.uname().machine != "x86_64":
         with open("/proc/cpuinfo", "rb") as file:
@@ -273,7 +275,7 @@ def processor() -> bytes:
     _fill(address, _CPUID)
     ask = ctypes.CFUNCTYPE(None, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p)(address)
     answers, registers = [], (ctypes.c_uint32 * 4)()
-    most = {0: 0, 1 << 31: 1 << 31}  # cpuid of a leaf beyond these returns another leaf's values
+    most = {0: 0, 1 << 31: 1 << 31}  # last leaf of each range; beyond it cpuid returns another leaf's values
     for leaf, sub in _LEAVES:
         first = leaf & 1 << 31
         if leaf <= most[first]:
