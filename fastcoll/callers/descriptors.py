@@ -1,7 +1,7 @@
 """Group descriptors for compiled callers, and the Python code that runs the calls that native code cannot complete.
 
-A compiled caller gets the address of a descriptor (`group_descriptor`), a table of words that kernels/c_entries.py lays
-out. It calls the C function whose address is in the word C_ENTRY:
+A compiled caller gets the address of a descriptor (`group_descriptor`), a table of words whose layout is in
+kernels/c_entries.py. The caller calls the C function whose address is in the word C_ENTRY:
 
     int64 c_entry(int64 descriptor, int64 op, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
 
@@ -14,13 +14,13 @@ out. It calls the C function whose address is in the word C_ENTRY:
         all_gather, gather       data: a block      out: a block for each rank (gather: on the root alone)
         reduce_scatter, scatter  data: a block for each rank (scatter: on the root alone)      out: a block
         all_to_all               data and out: a block for each rank; they share no memory
-        SPLIT                    the same with blocks of any sizes; nbytes: address of a table of sizes in bytes: of
-                                 each block in data, then of each block in out
+        SPLIT                    all_to_all with blocks of any sizes; nbytes: address of a table of sizes in bytes:
+                                 of each block in data, then of each block in out
         REDUCE_SCATTER_SPLIT     reduce_scatter with blocks of any sizes; nbytes: address of a table of sizes in
                                  bytes: of each block in data, then of out
         SEND, RECV               data: the message
-        POST_SEND, POST_RECV     the same; out: the array's owner, which the request keeps alive; 0: the caller
-                                 keeps it alive
+        POST_SEND, POST_RECV     data: the message; out: the owner of its memory, which the request keeps alive; 0:
+                                 the caller keeps the memory alive
         WAIT, TEST               data: the number of a request
         WAIT_ANY                 data: address of `nbytes` request numbers, then of as many descriptors, each of
                                  the request's group
@@ -28,22 +28,23 @@ out. It calls the C function whose address is in the word C_ENTRY:
 
     call             from `call_word`; for messages from `message_word`
     peer             group rank of the root or of the other side; ANY: receive from any rank; FOREIGN + a global
-                     rank: this rank is not in the group
+                     rank: the caller gave this global rank, which is not in the group
 
 It returns 0 when the operation is complete. RECV, and WAIT for a receive, return the sender's group rank; POST_SEND and
 POST_RECV the number of a request; TEST whether the request has ended; WAIT_ANY the index of a request that has ended.
-RAISED stands for an exception, which the same thread gets from `take_error`. It is the error that the same call from
-Python would raise, and has the same effect on peers. The call blocks as the operation does, within the group's timeout;
-meanwhile Python's signal handlers run in the main thread. The caller may hold the GIL or not; a thread that holds it
-releases it while the call waits. If the backend has no native call for the operation, or the native call returns early,
-`_call_in_python` wraps the memory in arrays and calls the group's method.
+RAISED means that there is an exception, which the same thread gets from `take_error`. It is the error that the same
+call from Python would raise, and has the same effect on peers. The call blocks as the operation does, within the
+group's timeout; meanwhile Python's signal handlers run in the main thread. The caller may hold the GIL or not; if it
+does, the C function releases the GIL while the native call runs. If the backend has no native call for the operation,
+`_call_in_python` wraps the memory in arrays and calls the group's method; if a native call returns early, it completes
+that call.
 
-A descriptor keeps nothing alive but its own words, which stay for the life of the process (384 bytes per group that
-compiled callers have used). When its group ends, the group's words are zeroed, and a later call raises
+A descriptor does not keep its group alive. Its words stay until the process ends (384 bytes per group that compiled
+callers have used). When the group ends, the words that describe it are zeroed, and a later call raises
 NotInitializedError.
 
-After RAISED the operation may still be queued behind asynchronous operations, and run later. So the caller must not
-free the memory then.
+After RAISED the operation may still be queued behind asynchronous operations, and run later. So the caller must never
+free the memory at `data` and `out` after RAISED.
 """
 
 from __future__ import annotations
@@ -79,13 +80,13 @@ from ..p2p.transfers import DTYPE_BITS, kind_of
 from ..system.forks import at_fork
 
 FOREIGN = 1 << 40
-"""Added to a global rank in the place of a group rank."""
+"""Added to a global rank that is passed as `peer` although it is not in the group."""
 
 SPLITS = 1 << 8
 """A bit in the word of a refused call: its split sizes are wrong."""
 
 _DTYPE_MASK = (1 << DTYPE_BITS) - 1
-_lock = threading.RLock()  # reentrant, as a signal handler may call compiled code
+_lock = threading.RLock()  # reentrant, because a signal handler may call compiled code
 _errors: dict[int, BaseException] = {}
 _dtypes: dict[int, np.dtype[Any]] = {}
 _custom: list[ReduceOp] = []
@@ -162,8 +163,8 @@ def _keep(known: dict[int, Any], code: int, value: Any) -> None:
 def _dtype_in(word: int) -> int:
     """Return the dtype's code in a call word.
 
-    It is the code that messages use, except that one bit is missing for dtypes outside the table of dtypes: a call word
-    has no room for it.
+    It is the code that messages use, with one bit less for dtypes that are not in the table of dtypes, because a call
+    word has no room for that bit.
     """
     return word >> 8 & 0xFF | (word >> 48 & 0x1FFF) << 8
 
@@ -184,7 +185,11 @@ def _op_in(word: int) -> ReduceOp:
 
 
 class _Descriptor:
-    """The descriptor of one group, or of the current world; `memory` is the memory to which its words point."""
+    """The descriptor of one group, or of the current world.
+
+    Attributes:
+        memory: keeps the memory alive to which the words point.
+    """
 
     def __init__(self, number: int, c_entry: int) -> None:
         self.words = np.zeros(d.DESCRIPTOR_WORDS, np.int64)
@@ -244,7 +249,6 @@ def group_descriptor(group: Group) -> int:
 
     None means the world; its descriptor stays the same when one world follows another.
 
-
     The caller keeps the group alive while compiled code uses the descriptor.
     """
     with _lock:
@@ -276,11 +280,11 @@ def take_error() -> BaseException | None:
 
 
 class _Again:
-    """An object whose truth value raises this thread's error if it is no Exception, such as Ctrl-C.
+    """An object whose truth test raises this thread's error, if it is no Exception.
 
-    An `except Exception` in compiled code must not end such an error.
-
-    It is raised once: here or by the caller of `take_error`, whichever comes first.
+    Such an error is a KeyboardInterrupt, for example: `except Exception` in compiled code may have suppressed it,
+    although in Python it would not have. An error is raised once: here or by the caller of `take_error`, whichever is
+    first.
     """
 
     def __bool__(self) -> bool:
@@ -402,7 +406,7 @@ def _collective(method: str) -> Callable[[ProcessGroup, _DecodedCall], Any]:
         op = decoded.op if kind.reduces else None
         if not kind.has_blocks:
             return call_method(group, method, decoded.x, None, decoded.peer, op)
-        here = decoded.is_root or not kind.root  # where there is a root, no other rank has blocks
+        here = decoded.is_root or not kind.root  # if the operation has a root, only the root has blocks
         out = decoded.out if not kind.takes_blocks else decoded.outs if here else None
         given = decoded.x if not kind.gives_blocks else decoded.blocks if here else None
         return call_method(group, method, out, given, decoded.peer, op)
@@ -462,7 +466,7 @@ _ROOTS = {name: kind.root for name, kind in KINDS.items()} | {
 def _group_of(words: _CallWords, number: int) -> ProcessGroup | None:
     """Return the group of a call.
 
-    For the world's descriptor this is the current world; if a native call has begun, the world in which it began.
+    For the world's descriptor this is the current world or, if a native call has begun, the world in which it began.
     """
     return groups.world if number == WORLD and words.code == LATER else _descriptors[number].group()
 
@@ -517,7 +521,10 @@ def _open(
 
 
 def _work_of(descriptor: int, number: int) -> Work | None:
-    """Move a request to the message engine; return its Work, or None if it was waited for already."""
+    """Return a request's Work, or None if the request was waited for already.
+
+    A request that only native code knows so far is first handed over to the message engine.
+    """
     work = handles.find(number)
     group = _descriptors[ctypes.c_int64.from_address(descriptor + 8 * d.NUMBER).value].group()
     if work is None and number < handles.OWN and group is not None and group.backend.native_calls is not None:
@@ -557,7 +564,10 @@ _NON_MEMBER = NonMember()
 
 
 def _torn(address: int) -> None:
-    """Fail a native call that may be half done, after `_call_in_python` has raised; the exception is in ERRORS."""
+    """Fail a native call that may be half done, after `_call_in_python` has raised.
+
+    The exception is in `_errors`.
+    """
     words = _CallWords(*(ctypes.c_int64 * d.QUESTION_WORDS).from_address(address))
     number = ctypes.c_int64.from_address(words.descriptor + 8 * d.NUMBER).value
     group = _group_of(words, number)

@@ -1,9 +1,9 @@
 """Refuse functions in which this Numba would drop the names of keyword arguments inside `try`.
 
 `fastcoll_autoload.keep_keywords` repairs the one table of Numba that is known to lose the names. This module tests on a
-function of a few instructions whether the installed Numba loses names. If so, it refuses every function that has a call
-with keyword arguments inside `try`, because an overload cannot distinguish `broadcast(x, group_src=1, group=g)` without
-names from `broadcast(x, 1, g)`.
+function of a few instructions whether the installed Numba still loses names. If it does, this module refuses every
+function that has a call with keyword arguments inside `try`, because without names an overload cannot distinguish
+`broadcast(x, group_src=1, group=g)` from `broadcast(x, 1, g)`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """fastcoll's functions inside numba.njit: the same names and arguments, in nopython code.
 
-Each overload checks the arguments' types, refuses wrong ones by TypingError, and returns the function that is compiled.
-That function packs arrays that are not contiguous, calls the C entry point (kernels/c_entries.py), and raises the error
-that the call has left behind. Errors that depend on values, such as sizes that do not fit, also go through the C entry
-point (REFUSED), so that the peers get an error too.
+Each overload checks the arguments' types, refuses wrong types by TypingError, and returns the function that is
+compiled. That function packs arrays that are not contiguous, calls the C entry point (kernels/c_entries.py), and raises
+the exception of the call, if there is one. If arguments have wrong values, such as sizes that do not fit, the function
+calls the C entry point with the operation REFUSED, so that the peers get an error too.
 
 Importing this module registers the overloads. Numba imports the module through an entry point when it first compiles a
 use of fastcoll (fastcoll_autoload.py), so neither `import numba` nor `import fastcoll` takes longer for it.
@@ -81,7 +81,10 @@ def _done(found):
 
 @register_jitable
 def _size(descriptor):
-    """Return the number of ranks; -1 outside the group."""
+    """Return the number of ranks; -1 if this process is not in the group.
+
+    If the descriptor has no group, a call of operation 0 enters the current world, or raises an error.
+    """
     if word(descriptor, _SIZE) == 0:
         _done(call_c_entry(descriptor, 0, None, None, 0, 0, 0))
     return word(descriptor, _SIZE)
@@ -89,14 +92,18 @@ def _size(descriptor):
 
 @register_jitable
 def _expect(descriptor, code, count, expected):
-    """Refuse the call if its second array does not have the `expected` number of elements."""
+    """Refuse the call if its second array's number of elements is not as expected.
+
+    Args:
+        count, expected: the actual and the right number.
+    """
     if count != expected and word(descriptor, _SIZE) > 0:
         _done(call_c_entry(descriptor, _REFUSED, None, None, count, code, expected))
 
 
 @register_jitable
 def _to_group_rank(descriptor, rank):
-    """Return the group rank of a global rank, or _FOREIGN + rank if that is not in the group."""
+    """Return the group rank of a global rank; _FOREIGN + rank outside the group."""
     ranks = word(descriptor, _RANKS)
     if ranks == 0:
         return rank
@@ -108,7 +115,7 @@ def _to_group_rank(descriptor, rank):
 
 @register_jitable
 def _to_global_rank(descriptor, rank):
-    """Return the global rank of a group rank; -1 outside the group."""
+    """Return the global rank of a group rank; -1 if this process is not in the group."""
     if word(descriptor, _SIZE) < 0:
         return -1
     return rank if word(descriptor, _RANKS) == 0 else word(word(descriptor, _RANKS), rank)
@@ -143,9 +150,9 @@ def _packing(x: types.Array) -> tuple[Any, Any]:
     """Return a function that makes an array's memory contiguous and aligned, and one that writes results back.
 
     The first function returns the memory for the C entry point, its size in bytes, and the array to write back to.
-    After calling it an overload must not use the array itself. Then Numba omits the two atomic instructions that count
-    a reference to the array, which take half of the time of a call in a world of one rank. No reference is needed,
-    because the overload's caller holds one.
+    After an overload has called it, the overload must not use the array itself. Then Numba omits the two atomic
+    instructions that count a reference to the array; in a world of one rank they take half of the time of a call. No
+    reference is needed, because the overload's caller holds one.
     """
     if x.layout == "C":
         return (_in_place_memory, _leave) if x.aligned else (_copied, _put)
@@ -183,7 +190,10 @@ def _check_synchronous(async_op: Any) -> None:
 
 
 def _callable_here() -> None:
-    """Refuse calls whose keywords Numba would lose, and calls in a parallel loop (Numba makes its body a function)."""
+    """Refuse calls whose keywords Numba would lose, and calls in a parallel loop.
+
+    Numba compiles the body of such a loop as a function, which is recognised by its name.
+    """
     frames = cpu_target.typing_context.callstack
     if len(frames) > 0:
         refuse_lost(frames[0].func_id.code)  # the calling function
@@ -195,7 +205,13 @@ def _callable_here() -> None:
 
 
 def _one_of(what: str, rank: Any, group_rank: Any, default: bool = False) -> bool:
-    """Whether `group_what` is given, of torch's pair of arguments `what` (a global rank) and `group_what`."""
+    """Return whether `group_{what}` is given instead of `{what}`; refuse both.
+
+    As in torch, `{what}` is a global rank and `group_{what}` is a rank in the group.
+
+    Args:
+        default: whether both may be missing.
+    """
     if not is_none(rank) and not is_none(group_rank):
         raise TypingError(f"{what} and group_{what} are both given; give one of them")
     if is_none(rank) and is_none(group_rank) and not default:
@@ -240,7 +256,11 @@ def _split_equally(descriptor, code, table, sizes, rows, nbytes):
 
 
 def _splitting(sizes: Any, name: str, *arrays: Any) -> Any:
-    """Return the function that writes split sizes of this type into a table; `arrays` are to be divided."""
+    """Return the function that writes split sizes of this type into a table.
+
+    Args:
+        arrays: the types of the arrays that will be divided.
+    """
     if any(array.ndim == 0 for array in arrays):
         raise TypingError(f"{name} divides arrays along their first dimension; give arrays that have one")
     if is_none(sizes):

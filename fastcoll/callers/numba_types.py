@@ -6,9 +6,9 @@
                           (`world_descriptor`)
     ReduceOp              the result of `op_word`
 
-Numba may keep compiled code on disk, where another process runs it, perhaps with another version of fastcoll. So the
-code holds no address of a process. When it asks for a descriptor it passes LAYOUT, a checksum of what it assumes about
-descriptors.
+Numba may keep compiled code on disk, and another process may run it, perhaps with another version of fastcoll. So the
+code contains no addresses. When it asks for a descriptor it passes LAYOUT, a checksum of what it assumes about
+descriptors, and is refused if LAYOUT has changed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from . import descriptors
 WORD = ir.IntType(64)
 _POINTER = ir.IntType(8).as_pointer()
 
-_REVISION = 3  # increment it when code that was compiled before a change of the overloads must not be used
+_REVISION = 3  # increment it if a change of the overloads makes code that was compiled before it unusable
 LAYOUT = zlib.crc32(
     repr(
         (
@@ -67,7 +67,10 @@ LAYOUT = zlib.crc32(
 
 
 class Raised(Exception):
-    """The exception class that compiled code raises; making an instance raises the error that `take_error` returns."""
+    """The exception class that compiled code raises.
+
+    Making an instance raises the error that `take_error` returns instead.
+    """
 
     def __new__(cls, *args: Any) -> Raised:
         error = descriptors.take_error()
@@ -214,9 +217,10 @@ def _unbox_group(kind: Any, value: Any, c: Any) -> NativeValue:
 
 
 class _Work(types.Type):
-    """The type that isend and irecv return: the group's descriptor, the request's number and the sender's global rank.
+    """The type that isend and irecv return.
 
-    The number is 0 outside the group. The rank is ANY_SENDER if the message determines it, NO_SENDER for a send.
+    A value has the group's descriptor, the request's number and the sender's global rank. The number is 0 if this
+    process is not in the group. The rank is ANY_SENDER if the message will determine it, NO_SENDER for a send.
     """
 
     def __init__(self) -> None:
@@ -258,7 +262,7 @@ def words_of(typing_context, given):
 
 @intrinsic
 def held(typing_context, array):
-    """Return the words of `data_and_owner`, and take a reference to the owner for a request."""
+    """Return the words of `data_and_owner`; add a reference to the owner for a request."""
 
     def emit(context, builder, made, args):
         given = context.make_array(made.args[0])(context, builder, args[0])
@@ -276,7 +280,10 @@ handles.release_by(_nrt_python.c_helpers["MemInfo_release"])
 
 
 def _word_of_library(module: ir.Module, name: str) -> ir.GlobalVariable:
-    """Return a variable of a compiled library: a word that is 0 until the library sets it in this process."""
+    """Return a global variable of a compiled library, a word.
+
+    It is 0 in each process until the library's code sets it.
+    """
     if name in module.globals:
         return module.globals[name]
     variable = ir.GlobalVariable(module, WORD, name)
@@ -378,9 +385,10 @@ def _hold(builder: Any, owner: Any) -> None:
 def call_c_entry(typing_context, descriptor, op, data, out, nbytes, call, peer):
     """Call the C entry point of a descriptor.
 
-    `data` and `out` each are an array, which Numba keeps alive until the call returns, a pair from `data_and_owner`, a
-    number, or None. `nbytes` is a number or an array. If the call returns RAISED, the operation may still run, so the
-    owners in the pairs are never freed. Numba never frees the arrays that a function holds when it raises, either.
+    `data` and `out` are each a pair from `data_and_owner`, a number, None, or an array, which Numba keeps alive until
+    the call returns. `nbytes` is a number or an array. If the call returns RAISED, the operation may still run later,
+    so the owners in the pairs are never freed. The arrays are not freed either, because Numba never frees the arrays of
+    a function that raises.
     """
 
     def emit(context, builder, made, args):
