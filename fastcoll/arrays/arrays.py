@@ -45,12 +45,12 @@ _LIBRARIES: dict[str, Callable[[Any, str, bool, bool], Array | ImportedArray | N
 
 
 def import_array(x: Any, *, writable: bool, what: str = "tensor", functional: bool = False) -> ImportedArray:
-    """Import an array of NumPy or of a library in `_LIBRARIES`, or a similar object.
+    """Import an array of NumPy, of a library in `_LIBRARIES`, or of another kind.
 
-    A similar object supports DLPack, the array interface or the buffer protocol.
+    Arrays of other kinds must support DLPack, the array interface or the buffer protocol.
 
     Args:
-        x: the caller's array, of any number of dimensions, also 0; also a NumPy scalar, if it is only read.
+        x: the caller's array, with any number of dimensions, also 0; or a NumPy scalar, if the call only reads it.
         writable: the call writes into it.
         what: the argument's name, for messages.
         functional: the call may return a new array in place of an immutable one; `finish` then makes it.
@@ -104,9 +104,12 @@ def import_list(
 
 
 def room_like(x: Any, imported: Array, shape: Sequence[int]) -> FunctionalResult:
-    """Allocate host memory for a result like x, which was imported as `imported`.
+    """Allocate host memory for a result of this shape and of x's dtype.
 
     `finish` returns the result as a torch or JAX array if x is one, else as a NumPy array.
+
+    Args:
+        imported: the array that `import_array` made of x.
     """
     library = set(_libraries(x))
     if "torch" in library:
@@ -123,7 +126,7 @@ def _libraries(x: Any) -> list[str]:
 
 
 def _as_ndarray(x: Any, what: str, writable: bool, functional: bool) -> Array | ImportedArray:
-    """Return an array of another type as an ndarray over the same memory, or as an ImportedArray."""
+    """Return an array of another type as an ndarray over its memory, or imported."""
     if isinstance(x, np.ma.MaskedArray):
         raise ArrayError(
             f"{what} is a masked array, whose mask would be ignored; give x.filled(value) or x.data"

@@ -1,7 +1,8 @@
 """Import of columns of pandas, Arrow and polars, which are read in place.
 
-A column is rejected if its elements have no fixed size, or if one is missing. Arrays of Arrow and polars are immutable.
-A column of pandas is writable only if pandas makes the result of `to_numpy` writable, which pandas 3 never does.
+A column is rejected if its elements have no fixed size, or if an element is missing. Arrays of Arrow and polars are
+immutable. A column of pandas is writable only if pandas makes the result of `to_numpy` writable, which pandas 3 never
+does.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _elements_of_arrow(x: Any, what: str, unpacked: str, joined: str) -> Array:
     """Return the elements of an Arrow array.
 
     Args:
-        unpacked, joined: the cures for bits and for several chunks.
+        unpacked, joined: the cures if the elements are packed into bits, or are in several chunks.
     """
     arrow = sys.modules["pyarrow"]
     name = f"{what} is an Arrow {type(x).__name__} of {x.type}"

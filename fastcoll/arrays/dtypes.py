@@ -1,8 +1,8 @@
 """NumPy dtypes for elements for which NumPy has none: bfloat16, float8, complex32, ...
 
-For bfloat16 and float8 the dtypes of the package ml_dtypes are used, if that is installed. Otherwise such elements are
-opaque records of the same size. Records can be moved, and their dtypes compared; bfloat16 can also be reduced, because
-kernels recognise it by name.
+For bfloat16 and float8 the dtypes of the package ml_dtypes are used, if that is installed. All other elements of this
+kind are opaque records of the same size. Records can be moved, and their dtypes compared; bfloat16 can also be reduced,
+because kernels recognise it by name.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class ImportedArray:
     def received(self, nbytes: int) -> None:
         """Make `finish` change only the first `nbytes` bytes of the caller's array.
 
-        Here nothing needs to be done, because a packed copy also contains the caller's other elements.
+        In host memory nothing needs to be done, because a packed copy also contains the caller's other elements.
         """
 
     def finish(self) -> Any:

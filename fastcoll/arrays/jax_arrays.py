@@ -1,6 +1,6 @@
 """Import of JAX arrays in host memory, which are read in place and never written.
 
-An operation that writes other arrays in place returns a new JAX array.
+An operation that writes the arrays of other libraries in place returns a new JAX array instead.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .imported import Array, FunctionalResult
 def import_array(x: Any, what: str, writable: bool, functional: bool) -> FunctionalResult | Array | None:
     """Import a JAX array in host memory; return None for other objects and other devices.
 
-    An array that has no elements in this process (traced or deleted), or is on several devices, is rejected. So is an
-    array that the call writes, unless the call is `functional`: it can return a new array.
+    An array that has no elements in this process (traced or deleted), or is on several devices, is rejected. An array
+    that the call writes is rejected too, except if the call is `functional`: it can then return a new array.
     """
     jax = sys.modules["jax"]
     if not isinstance(x, jax.Array):

@@ -56,13 +56,13 @@ def capsule_of(name: bytes, context: int, functions: Sequence[int]) -> Any:
 
 
 def set_handler(capsule: Any) -> Any:
-    """Make new arrays of this context use a handler; return the previous one."""
+    """Make new arrays of this thread or task use a handler; return the previous one."""
     kind = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)
     return kind(_table()[_SET_HANDLER])(capsule)
 
 
 def default_handler() -> Handler:
-    """Return the handler of all contexts that have no other."""
+    """Return NumPy's default handler, which threads use that have set no other."""
     capsule = ctypes.py_object.from_address(_table()[_DEFAULT_HANDLER]).value
     return Handler.from_address(_pointer(capsule, _CAPSULE))
 

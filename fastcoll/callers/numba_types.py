@@ -262,7 +262,10 @@ def words_of(typing_context, given):
 
 @intrinsic
 def held(typing_context, array):
-    """Return the words of `data_and_owner`; add a reference to the owner for a request."""
+    """Return the words of `data_and_owner`; add a reference to the owner.
+
+    A request will hold the reference.
+    """
 
     def emit(context, builder, made, args):
         given = context.make_array(made.args[0])(context, builder, args[0])

@@ -77,7 +77,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Setup:
-    """The data with which a worker becomes a pytest session with the parent's configuration."""
+    """The arguments and options with which a worker runs pytest as its parent does."""
 
     args: list[str]
     options: dict[str, Any]

@@ -116,7 +116,7 @@ class RanksRunner:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._pool: Pool | None = None
-        self._ports: list[int] = []  # one for each test, because the last test's port may still be in use
+        self._ports: list[int] = []  # a new one for each test, because the last test's may still be in use
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -126,7 +126,7 @@ class RanksRunner:
             pytest.fail(
                 "ranks is for functions and for methods of plain classes, not of unittest.TestCase", False
             )
-        # The ranks set up the fixtures; only the shared directory is made here.
+        # The ranks set up all other fixtures; only the directory that they share is made here.
         item.fixturenames = [name for name in item.fixturenames if name == "tmp_path"]
 
     @pytest.hookimpl(tryfirst=True)

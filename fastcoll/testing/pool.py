@@ -2,8 +2,8 @@
 
 A place is this machine or, for example, a network namespace on it (mark.py). Workers are started on demand and reused,
 because an interpreter with Numba takes about a second to start. After a failure the workers of the test are killed with
-their child processes. Each worker leads its own session, so Ctrl-C reaches only pytest. When pytest ends, the kernel
-kills the workers.
+their child processes. Each worker leads its own session (setsid), so the SIGINT of a Ctrl-C reaches only pytest. When
+pytest ends, the kernel kills the workers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from ..launch.lifeline import describe_exit, signal_group
 from ..launch.nodes import python_main
 from .mark import Place, RankResult, Setup, Task, frames_of_the_test
 
-_KEPT = 8  # workers kept between tests
+_KEPT = 8  # the workers of ranks below this are kept between tests
 _START_SECONDS = 60.0
 _END_SECONDS = 2.0  # a worker that was asked to end is killed after this time
 _GRACE_SECONDS = 3.0  # for the other ranks to report after a rank has failed
-_STACKS_SECONDS = 1.0  # for a process to write its stacks; a stopped process writes none
+_STACKS_SECONDS = 1.0  # of running for a process to write its stacks; a stopped process writes none
 _WRITTEN_SECONDS = 0.05  # the stacks are complete if the process could run for this time and wrote no more
-_LONGEST_SECONDS = 10.0  # for the stacks of a process that gets no core
-_LOOK_SECONDS = 1.0  # per wait, because a Ctrl-C on another thread or just before the wait does not end it
+_LONGEST_SECONDS = 10.0  # to wait for the stacks of a process that gets no core
+# The longest wait, because a wait does not end at a Ctrl-C on another thread or just before the wait begins.
+_LOOK_SECONDS = 1.0
 _OUTPUT_BYTES = 64 << 10  # how much of the end of a rank's output is shown
 
 

@@ -4,9 +4,9 @@ The worker collects each test itself, so fixtures, parameters, classes, conftest
 in any test. Each rank sets up its own fixtures, but tmp_path is one directory for all. stdout and stderr go to a memory
 file of the parent, so the parent has the output even if this process is killed.
 
-A Footprint before and one after a test show the threads, file descriptors and child processes that the test leaves
-behind. New ones get two seconds to disappear, because threads and children end a moment after they were asked to, or
-later if they get no core.
+The threads, file descriptors and child processes that a test leaves behind are found by comparing a Footprint from
+before the test with one from after it. New ones get two seconds to disappear, because threads and children end a moment
+after they were asked to, or later if they get no core.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class RankWorker:
                 self._items[task.file] = list(session.perform_collect([task.file]))
             except pytest.UsageError as error:
                 self._error = error
-            # The objects of imported modules stay, so garbage collections after tests need not traverse them.
+            # The objects of imported modules are never freed, so garbage collections need not traverse them.
             gc.collect()
             gc.freeze()
         found = [item for item in self._items.get(task.file, []) if item.nodeid == task.nodeid]
@@ -174,8 +174,8 @@ class RankWorker:
 def _offer_conftests(config: pytest.Config) -> None:
     """Have pytest look for the fixtures of conftest files again at the next collection.
 
-    Since pytest 9.1 these fixtures belong to the node of the file's folder, and each collection makes new nodes. The
-    fixtures of the root folder belong to the session and stay registered.
+    Since pytest 9.1 these fixtures belong to the node of the conftest file's folder, and each collection makes new
+    nodes. The fixtures of the root folder belong to the session and stay registered.
     """
     fixtures: Any = config.pluginmanager.get_plugin("funcmanage")
     for name, plugin in config.pluginmanager.list_name_plugin():
@@ -218,7 +218,7 @@ class Footprint:
         }
         files = {}
         arena = sys.modules.get("fastcoll.shm.arena")
-        kept = {str(arena.descriptor())} if arena else set()  # open as long as the process runs
+        kept = {str(arena.descriptor())} if arena else set()  # the arena is open until the process ends
         for name in set(os.listdir("/proc/self/fd")) - kept:
             with suppress(FileNotFoundError):  # the descriptor with which listdir has read the directory
                 files[int(name)] = os.readlink(f"/proc/self/fd/{name}")
