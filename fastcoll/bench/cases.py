@@ -1,4 +1,4 @@
-"""The measurements of a run (cases), in order; every rank derives them from the same options.
+"""The cases (measurements) of a run; every rank derives them from the options.
 
 The second part parses the arguments of a command line into sizes, dtypes and names.
 """
@@ -29,8 +29,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:I?B)?", re.IGNORECASE)
 class CaseShape(NamedTuple):
     """How the table of results treats an operation; sizes and factors are those of nccl-tests."""
 
-    rounds: int  # how often a link carries all blocks except its rank's own; 0: it carries the array once
-    per_rank: bool = False  # whether the size counts a block for each rank, not one array
+    rounds: int  # how often a rank's link carries all blocks except this rank's; 0: it carries the array once
+    per_rank: bool = False  # whether the size is the sum of a block for each rank, not that of one array
     reduces: bool = False
     rooted: bool = False
     moves: bool = True  # whether it moves data
@@ -52,7 +52,7 @@ SHAPES: dict[str, CaseShape] = {
     "update_all_reduce": CaseShape(2, reduces=True),
     "update_symmetric_all_reduce": CaseShape(2, reduces=True),
 }
-"""The operations that can be measured: the kinds of core/operations.py, and three that are made of several calls."""
+"""The operations that can be measured: those of core/operations.py, and three that consist of several calls."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Case:
     operation: str  # a key of SHAPES
     dtype: np.dtype[Any]
     redop: str  # a name of REDOPS, or "none"
-    root: int  # a rank, or -1
+    root: int  # the root's rank, or -1 if the operation has no root
     count: int  # elements of one block (see `CaseShape.per_rank`)
     ranks: int
 
@@ -76,7 +76,10 @@ class Case:
 def cases(
     operations: list[str], dtypes: list[str], redops: list[str], sizes: list[int], root: int, ranks: int
 ) -> Iterator[Case]:
-    """Yield the cases of a run. Sizes are rounded up to whole elements per rank; equal sizes are measured once."""
+    """Yield the cases of a run, in order.
+
+    Sizes are rounded up to whole elements per rank; sizes that are then equal are measured once.
+    """
     for operation in operations:
         shape = SHAPES[operation]
         for dtype in map(parse_dtype, dtypes if shape.moves else ["uint8"]):
@@ -185,7 +188,7 @@ def writable(name: str | Path) -> Path:
         else:
             tempfile.TemporaryFile(
                 dir=folder
-            ).close()  # the folder's mode would not show whether root can write
+            ).close()  # tried, because the folder's mode does not show whether root can write
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
     return path

@@ -23,7 +23,7 @@ from .cases import argument, listed, parse_operation, positive, writable
 from .rank import FAILED, MISUSED, OK, run
 from .results import PICTURES
 
-# Options for a study, which is another measurement, each with the module of this package that makes it.
+# Options for other measurements (studies), each with the module of this package that makes the measurement.
 _STUDIES = {"--start": "start_times", "--first-calls": "first_calls", "--overlap": "overlap"}
 _EPILOG = f"""
 operations: {", ".join(cases.SHAPES)}
@@ -75,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_ranks(worker: Callable[..., int | None], launched: Detected, ranks: int, *arguments: Any) -> int:
     """Call `worker(local_rank, meeting, *arguments)` in this rank of a launcher, or in new processes.
 
-    `meeting` has the worker's arguments for `init_process_group`. Return the exit code: under a launcher that
-    of this rank, else that of rank 0.
+    `meeting` has the worker's arguments for `init_process_group`. The result is the exit code: under a launcher
+    that of this rank, else that of rank 0.
     """
     if launched.world_size is not None:
         return worker(launched.local_rank or 0, {}, *arguments) or OK
@@ -164,8 +164,8 @@ def read_study(
     Args:
         option: the option that asks for the study.
         about: the help on the option.
-        starts_ranks: the study starts its own ranks, so it is refused under a launcher.
-        defaults: defaults of options, where the study has others than the benchmark.
+        starts_ranks: whether the study starts its own ranks, so that it is refused under a launcher.
+        defaults: the study's defaults for options, if they differ from the benchmark's.
     """
     parser = make_parser()
     parser.add_argument(option, action="store_true", help=about)

@@ -1,10 +1,10 @@
 """`python -m fastcoll.bench --first-calls`: the first ten calls of new processes, compared with the converged median.
 
 A cell is an operation of one size. Each cell is measured in several starts, each with new ranks, so its calls are the
-first in every respect: they load compiled code, touch shared memory and choose algorithms. An additional start comes
-first and does not count; it compiles missing code and fills the tuning cache. Each time is that of the slowest rank.
-The median is over all calls after the first ten. The first ten calls are summarised by their mean, so that one slow
-call counts. The mean of the second to the tenth is shown too, because the first call loads the code.
+first in every respect: they load compiled code, touch shared memory and choose algorithms. One more start precedes
+them and does not count; it compiles missing code and fills the tuning cache. Each time is that of the slowest rank. The
+median is that of all calls after the first ten. The first ten calls are summarised by their mean, because a median
+would hide a single slow call. The mean of calls 2 to 10 is shown too, because the first call loads the code.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""Fill and check arrays, and time calls; NumPy suffices, because ranks of other libraries use this module too.
+"""Fill and check arrays, and time calls.
+
+This module needs only NumPy and the standard library, because ranks of other libraries use it too.
 
 The inputs and expected results are formulas of the element's index and the rank. All values are small integers, so that
 every result is exact in every dtype (bfloat16 is exact up to 256). A pattern repeats after PERIOD elements, which is a
 prime, so that a misplaced chunk is noticed. Because of the repetition, filling or checking 64 MiB takes two passes over
-memory, and not the formula for each element.
+memory, instead of evaluating the formula for each element.
 
-Calls are timed in batches of about 20 us, because reading the clock twice costs 0.1 us; a longer call is a batch of its
-own. The garbage collector is off during the timing.
+Calls are timed in batches of about 20 us, because reading the clock twice costs 0.1 us; a call that takes longer is a
+batch by itself. The garbage collector is off during the timing.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _INDEX = np.arange(PERIOD, dtype=np.int64)
 
 def pin(cores: Sequence[int], rank: int) -> None:
     """Pin this process to its rank's core, if any cores are given."""
-    if cores:  # called before the ranks meet, because that is when they choose how to wait
+    if cores:  # before the ranks meet, because a group chooses by the cores how its ranks wait
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
@@ -88,7 +90,7 @@ def count_wrong(x: Array, tile: Tile, start: int = 0) -> int:
 
 
 def _periods(x: Array, tile: Tile, start: int) -> tuple[Array, Tile, Tile]:
-    """Return x as whole periods, the pattern of a period, and the pattern of the elements after them."""
+    """Return x as whole periods, the pattern of a period, and that of the rest of x."""
     body = np.roll(tile, -(start % PERIOD))
     periods = x.size // PERIOD
     return x[: periods * PERIOD].reshape(periods, PERIOD), body, body[: x.size - periods * PERIOD]
@@ -127,7 +129,7 @@ def schedule(per_call: float, seconds: float, iterations: int | None = None) -> 
 
 
 def estimate(call: Call, calls: int, settle: Call | None = None) -> float:
-    """Return the seconds per call, over `calls` calls in a row."""
+    """Return the mean seconds per call of `calls` successive calls."""
     return time_batches(call, Schedule(1, max(1, calls)), settle=settle).median
 
 
@@ -138,7 +140,11 @@ def measure(call: Call, plan: Schedule, settle: Call | None = None) -> Timing:
 
 
 def time_batches(call: Call, plan: Schedule, cpu_time: bool = False, settle: Call | None = None) -> Timing:
-    """Time `call` without touching the garbage collector; `cpu_time`: by this thread's CPU time, not the wall clock."""
+    """Time `call`, and leave the garbage collector as it is.
+
+    Args:
+        cpu_time: whether to measure this thread's CPU time instead of wall-clock time.
+    """
     clock, batches = thread_time_ns if cpu_time else perf_counter_ns, []
     for _ in range(plan.batches):
         start = clock()

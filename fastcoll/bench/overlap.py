@@ -1,7 +1,7 @@
 """`python -m fastcoll.bench --overlap`: four asynchronous all_reduces beside a computation that takes as long.
 
-It measures how much of the operations overlaps with the computation. There are two computations. The first stands for
-the work of a device or a disk: this process only waits. The second runs on this rank's core. It overlaps with the
+It measures how much of the operations overlaps with the computation. There are two computations. In the first, this
+process only sleeps, as if a device or a disk worked for it. The second runs on this rank's core. It overlaps with the
 operations only if each rank has a core besides those that the operations use. With as many ranks as cores, computation
 and operations together take at least the sum of their times, minus the time that the operations wait.
 """

@@ -112,7 +112,10 @@ def timed(
 
 
 def _verify(trial: Trial, check: bool) -> int:
-    """Call once on fresh inputs, which is also a warm-up; return the number of wrong elements if `check` is set."""
+    """Call once on fresh inputs; return the number of wrong elements.
+
+    The call is also a warm-up. If `check` is not set, the result is 0.
+    """
     trial.reset()
     trial.call()
     return trial.wrong() if check else 0
@@ -168,7 +171,7 @@ class Report:
 
 
 class Host:
-    """The place of the arrays, here host memory: makes, fills and checks arrays (see `measuring`)."""
+    """Makes, fills and checks arrays in host memory (see `measuring`)."""
 
     def zeros(self, count: int, dtype: np.dtype[Any]) -> Any:
         return np.zeros(count, dtype)
@@ -245,8 +248,8 @@ def _reduction(case: Case, rank: int, place: Host) -> Trial:
         return Trial(place, partial(dist.reduce, x, case.root, op), [(x, given)], [(x, after, 0)])
 
     def update() -> None:
-        # Programs write all of an array before they reduce it. Without the write, only the reducing core would write a
-        # symmetric array, which would then be measured too fast.
+        # Programs write all of an array before they reduce it. Without this write, only the reducing core would write
+        # a symmetric array, and the measured time would be too short.
         np.multiply(x, dtype.type(1), out=x)
         dist.all_reduce(x, op)
 

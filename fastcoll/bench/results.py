@@ -90,7 +90,7 @@ def heading(operation: str) -> list[str]:
 
 
 def line(row: Row) -> str:
-    """Return the line of a row."""
+    """Return a row as a line of the table."""
     r, wrong = row, "N/A" if row.wrong is None else row.wrong
     times, speeds = map(digits, (r.time_us, r.p99_us)), (f"{speed:.2f}" for speed in (r.algbw, r.busbw))
     return _ROW.format(r.size, r.count, r.type, r.redop, r.root, *times, *speeds, wrong)
@@ -99,7 +99,7 @@ def line(row: Row) -> str:
 def per_element(rows: Sequence[Row]) -> list[str]:
     """Return lines on the cost of an element, for operations with several dtypes or reductions.
 
-    `per element` and `per byte` are ratios to the sum of float32, at the same size of the same operation.
+    `per element` and `per byte` are ratios to the sum of float32 with the same operation and size.
     """
     rows = [row for row in rows if row.count]
     usual = ("float32", "sum")
@@ -197,8 +197,8 @@ def describe(facts: dict[str, Any]) -> str:
 def memory_speed(barrier: Callable[[], Any]) -> dict[str, float]:
     """Measure this rank's memory bandwidth in GB/s while all ranks measure together; medians of nine.
 
-    `update_gbs` is an in-place `x *= 1` on 64 MiB of float32, the least work of an all_reduce. `copy_gbs` is a copy of
-    64 MiB, the least work of an operation that moves data.
+    `update_gbs` is that of an in-place `x *= 1` on 64 MiB of float32; no all_reduce can do less. `copy_gbs` is that of
+    a copy of 64 MiB; no operation that moves data can do less.
     """
     x = np.ones(_STREAM_BYTES // 4, np.float32)
     y, one = np.ones_like(x), np.float32(1)
@@ -231,7 +231,7 @@ def draw(path: Path, run: Run) -> None:
 
     figure = Figure(figsize=(12, 5.4), layout="constrained")
     times, speeds = figure.subplots(1, 2)
-    # The rows with data, by label; labels leave out a type or reduction that all rows share.
+    # The rows of operations with data, by label. Labels have the type and the reduction only if they differ.
     data = [row for row in run.results if row.size]
     telling = [name for name in ("type", "redop") if len({getattr(row, name) for row in data} - {"none"}) > 1]
     lines: dict[str, list[Row]] = {}

@@ -67,7 +67,7 @@ def _start(ranks: int) -> list[float]:
             given = json.dumps([time.monotonic(), rank, ranks, meeting])
             command = [sys.executable, "-c", _RANK, given]
             process = started.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-            started.callback(process.kill)  # ends a process that was not waited for, as after Ctrl-C
+            started.callback(process.kill)  # ends the process if this function is interrupted, as by Ctrl-C
             processes.append(process)
         texts = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):

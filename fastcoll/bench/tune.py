@@ -1,8 +1,8 @@
 """`python -m fastcoll.bench --tune`: find the fastest algorithms on this machine, for all collectives and sizes.
 
-It chooses the algorithm of each call (shm/autotune.py) and, for 3 ranks and more, the size up to which one-shot
-(every rank reduces everything) beats two-shot. The results go into the file of shm/tuning_cache.py; later groups with
-the same number of ranks begin with them.
+It finds the fastest algorithm for each operation and size (shm/autotune.py) and, for 3 ranks and more, the size up to
+which a one-shot all_reduce (every rank reduces everything) is faster than a two-shot one. The results go into the file
+of shm/tuning_cache.py; later groups with the same number of ranks begin with them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from .measuring import pin
 from .rank import FAILED, OK, Host, prepare, timed
 
 SIZES = tuple(1 << k for k in range(10, 20))
-CLASSES = tuple(16 << 10 << 2 * k for k in range(7))  # one size of each class, from 8 KiB to 128 MiB
+CLASSES = tuple(16 << 10 << 2 * k for k in range(7))  # one of each class of sizes from 8 KiB to 128 MiB
 OPERATIONS = tuple(name for name, shape in SHAPES.items() if shape.moves and name in KINDS)
 _ROUNDS = 7
 _SECONDS = 0.02  # per round of one size and algorithm
-_CALLS, _SECONDS_A_CLASS = 160, 0.3  # warm-up calls, which try slow algorithms twice, and timing, per class
+# Warm-up calls, in which even slow algorithms are tried twice, and seconds of timing, per class.
+_CALLS, _SECONDS_A_CLASS = 160, 0.3
 _ALWAYS, _NEVER = 1 << 62, -1
 
 
