@@ -4,9 +4,9 @@
     python bench/between_hosts.py all_gather --hosts 4 --sizes 1M,16M --results bench/results --name hosts
 
 The hosts are network namespaces joined by veth pairs and a bridge (tests/hosts/network.py), each with its own
-/dev/shm and share of the cores. Needs root and iproute2. In every round each backend runs once, in reverse order
-in every second round, as `python -m fastcoll.bench` under the launcher on every host. A time is the median over the
-rounds of the slowest rank's median over batches of calls.
+/dev/shm and its share of the cores. Needs root and iproute2. Every round runs `python -m fastcoll.bench` once with each
+backend, under a launcher on every host; every second round takes the backends in reverse order. In a round, a time is
+the slowest rank's median over batches of calls; the tables have the median over the rounds.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def page(found: dict[str, list[dict[str, Any]]], options: argparse.Namespace) ->
         "",
         f"- Machine: {describe(facts)}; fastcoll {facts['fastcoll']}",
         f"- Hosts: network namespaces joined by veth pairs and a bridge, each with its own /dev/shm; {cores}",
-        f"- Method: median of {options.rounds} rounds, the backends in turn, their order turned round each time; in a "
-        "round the slowest rank's median over batches of calls, results verified",
+        f"- Method: median of {options.rounds} rounds, the backends in turn, in every second round in reverse order; "
+        "in a round the slowest rank's median over batches of calls, results verified",
         f"- Command: `{shlex.join(['python', 'bench/between_hosts.py', *sys.argv[1:]])}`",
     ]
     for operation in dict.fromkeys(row["operation"] for row in run["results"]):
@@ -132,10 +132,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-n", "--ranks", type=int, default=2, help="on each host (default: 2)")
     parser.add_argument("--backends", default="auto,tcp", help="a,b (default: auto,tcp)")
     parser.add_argument("--sizes", default="8,64K,1M,16M", help="default: 8,64K,1M,16M")
-    parser.add_argument("--rounds", type=int, default=5, help="turns that each backend has (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each backend (default: 5)")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each size in a round (default: 0.5)")
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="write the page there")
-    parser.add_argument("--name", default="between-hosts", help="of that page")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="write the tables there as a page")
+    parser.add_argument("--name", default="between-hosts", help="the page's name")
     return parser
 
 

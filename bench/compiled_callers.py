@@ -3,9 +3,10 @@
     python bench/compiled_callers.py
     python bench/compiled_callers.py --results bench/results
 
-Two ranks. fastcoll's sides run in turn in the same two processes. If numba-mpi, an MPI and its mpiexec are installed,
-numba-mpi runs in two other processes between their rounds. A time is the least over all turns, of the slowest rank. The
-stencil is the loop of examples/compiled/heat.py.
+There are two ranks. A *side* is a library and the way of calling it. fastcoll's sides run in turn in the same two
+processes. If numba-mpi, an MPI and its mpiexec are installed, numba-mpi runs in two other processes, between the rounds
+of fastcoll's. A rank's time is its least over all turns; the table has the slower rank's. The stencil is the loop of
+examples/compiled/heat.py.
 """
 
 from __future__ import annotations
@@ -169,7 +170,10 @@ def of_numba_mpi() -> dict[str, Callable[..., Any]]:
 
 
 def measured(sides: dict[str, Callable[..., Any]], rounds: int, meet: Callable[[], Any]) -> list[float]:
-    """Return microseconds per call of each side; the sides run in turn, some calls at a time."""
+    """Return each side's least microseconds per call.
+
+    In each turn every side makes some calls.
+    """
     times: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
         for name, function in sides.items():

@@ -1,4 +1,8 @@
-"""Functions of the studies of compiled callers: sides in separate processes, a page, and its picture."""
+"""What the studies of compiled callers share.
+
+They run sides in separate processes, and write a page with a picture. A *side* is a library, and in some studies a way
+of calling it, whose times are compared with those of others.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,11 @@ Times = dict[str, float]
 
 
 def read_options(description: str | None, rounds: int, turns: int) -> argparse.Namespace:
-    """Read the options of a script whose sides `beside` runs: rounds, turns, results; of a side also side and file."""
+    """Read the options of a script whose sides `beside` runs.
+
+    They are rounds, turns and results. A process of a side also gets the side's name (`side`) and the file for its
+    times (`file`).
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -35,10 +43,14 @@ def read_options(description: str | None, rounds: int, turns: int) -> argparse.N
 
 
 def beside(script: str, library: str, rounds: int, options: Sequence[str] = ()) -> Times:
-    """Run a script's sides in turn, each in two processes; return the least time of each name that they report.
+    """Run a script once for fastcoll and once for `library` in each round.
 
-    A side is `script *options --side NAME --file FILE`; its name is "fastcoll" or a library's. The library's side runs
-    under an MPI's mpiexec if both are installed. Rank 0 writes a JSON object of names and times into the file.
+    Each run has two processes. The command is `script *options --side NAME --file FILE`; NAME is "fastcoll" or the
+    library's. The library runs under an MPI's mpiexec, if both are installed. Rank 0 writes a JSON object of names and
+    times to the file.
+
+    Returns:
+        the least time of each name.
     """
     here = [str(Path(script).resolve()), *options]
     launchers = {"fastcoll": [sys.executable, "-m", "fastcoll.launch", "-n", "2"]}
@@ -62,7 +74,10 @@ def beside(script: str, library: str, rounds: int, options: Sequence[str] = ()) 
 def save(
     folder: str | None, name: str, text: str, panels: Mapping[str, Times], unit: str, others: Sequence[str]
 ) -> None:
-    """Print a page; if there is a folder, write it with its picture: a panel per case, a bar per side."""
+    """Print a page; with a folder, write the page and its picture there.
+
+    The picture has a panel per case, with a bar per side.
+    """
     if folder:
         stem = f"{date.today()}-{name}"
         plot(panels, unit, others, Path(folder, f"{stem}.png"))

@@ -1,19 +1,19 @@
-"""The cost of GPU arrays on one GPU: kernels against a plain copy, shared GPU memory against staging, and a launch.
+"""The cost of GPU arrays on one GPU.
 
     python bench/gpu.py                         # a table
     python bench/gpu.py --json gpu.json
 
-| row    | what                                                                           | aim         |
+| row    | what is measured                                                               | aim         |
 |--------|--------------------------------------------------------------------------------|-------------|
-| reduce | bytes read and written a second by the sum of two arrays of 256 MiB (float32), |             |
-|        | against those of a device-to-device copy of 256 MiB                            | >= 85 %     |
-| ipc    | all_reduce of 64 MiB, two ranks on one GPU, backend shm against staging         | >= 3 times  |
-|        | through pinned host memory over the shm backend                                | as fast     |
-| launch | from Python until a kernel is queued: CudaReducer.launch on 4 elements         | < 30 us     |
+| reduce | bandwidth (bytes read and written per second) of the sum of two arrays of      | >= 85 %     |
+|        | 256 MiB (float32), over that of a device-to-device copy of 256 MiB             |             |
+| ipc    | all_reduce of 64 MiB, two ranks on one GPU: shared GPU memory (backend shm)    | >= 3 times  |
+|        | against staging through pinned host memory (same backend)                      | as fast     |
+| launch | host time of CudaReducer.launch on 4 elements, until the kernel is queued      | < 30 us     |
 
-Needs one GPU and CuPy. Times on the GPU are of CUDA events, medians over repetitions after a warm-up. Times of
-collectives are of the host, from before the call until the result is on the GPU, of the slowest rank. Every result is
-checked. No other process may use the GPU meanwhile.
+Needs one GPU and CuPy. The times of kernels and copies are measured by CUDA events; the times of collectives by the
+host's clock, from before the call until the result is on the GPU, on the slowest rank. All are medians over repetitions
+after a warm-up. Every result is checked. No other process may use the GPU meanwhile.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def machine() -> dict[str, Any]:
 
 
 def seconds_on_gpu(does: Callable[[], Any]) -> float:
-    """Return the median over repetitions, by events of the current stream."""
+    """Return the median seconds of `does`, by events of the current stream."""
     import cupy
 
     times = []
@@ -88,7 +88,7 @@ def reduce() -> dict[str, Any]:
     from fastcoll.core.reduce_op import ReduceOp
     from fastcoll.kernels.cuda.reducers import cuda_reducer
 
-    # Not random values: these need cuRAND, which no extra installs.
+    # The values are not random, because random values need cuRAND, which none of fastcoll's extras installs.
     a, b = (cupy.arange(REDUCE_BYTES // 4, dtype="f4") % prime for prime in (997, 1009))
     out = cupy.zeros_like(a)
     stream, sum_of = cupy.cuda.get_current_stream().ptr, cuda_reducer(ReduceOp.SUM, a.dtype)

@@ -1,11 +1,11 @@
-"""A training step in NumPy: gradients averaged one after the other at the end, and by GradientReducer.
+"""A training step in NumPy: gradients averaged one by one, or by GradientReducer.
 
     python bench/gradients.py
     python bench/gradients.py --ranks 4 --layers 8 --width 512 --batch 64
 
 The network is a perceptron in float32. The variants run in turn in the same processes, in reverse order every second
-time; ranks are pinned to the usable cores in turn. A time is the slowest rank's median step. "computing" has no
-communication.
+time; ranks are pinned to the usable cores in turn. A time is the slowest rank's median step. The variant "computing"
+does not communicate.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Network:
         self.x = random.standard_normal((batch, width), np.float32)
 
     def backward(self, grads: list[np.ndarray], ready: Callable[[int], object]) -> None:
-        """Compute the gradients, the last layer's first, and report each as ready."""
+        """Compute the gradients, last layer first; call `ready(layer)` after each one."""
         inputs = [self.x]
         for weights in self.weights:
             inputs.append(np.tanh(inputs[-1] @ weights))
@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=8, help="of the perceptron (default 8)")
     parser.add_argument("--width", type=int, default=1024, help="of each layer (default 1024)")
     parser.add_argument("--batch", type=int, default=64, help="samples a rank (default 64)")
-    parser.add_argument("--steps", type=int, default=60, help="of each way (default 60)")
+    parser.add_argument("--steps", type=int, default=60, help="of each variant (default 60)")
     given = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:

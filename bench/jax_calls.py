@@ -3,11 +3,12 @@
     python bench/jax_calls.py                           # two ranks, less than a minute; prints a page
     python bench/jax_calls.py --results bench/results
 
-Two ranks, 8 bytes (two float32). "One call" is a jitted function and the wait for its result; "each of 1,000" is a call
-in `fori_loop`; the steps are those of examples/compiled/logistic_regression.py with each side's all_reduce. No rank is
-pinned, because that would pin XLA's threads too. fastcoll's sides run in turn in the same two processes. If mpi4jax, an
-MPI and its mpiexec are installed, mpi4jax runs in two other processes between their rounds. A time is that of the
-slower rank, the least over all turns.
+There are two ranks; they all_reduce 8 bytes (two float32). "One jitted call" is a call of a jitted function and the
+wait for its result; "each of 1,000" is a call in `fori_loop`; a step is one of
+examples/compiled/logistic_regression.py, with the all_reduce of each side. A *side* is a library and the way of calling
+it. No rank is pinned, because that would pin XLA's threads too. fastcoll's sides run in turn in the same two processes.
+If mpi4jax, an MPI and its mpiexec are installed, mpi4jax runs in two other processes, between the rounds of fastcoll's.
+A rank's time is its least over all turns; the table has the slower rank's.
 """
 
 from __future__ import annotations
@@ -45,14 +46,17 @@ SIDES = (NOTHING, TOKEN, ORDERED, ASKED, MPI4JAX)
 
 Reduce = Callable[[Any, Any], Any]
 Program = tuple[Callable[[], Any], int, int]
-"""What is called, how often in a turn, and how many calls it stands for."""
+"""A function to call, how often it is called in a turn, and how many collective calls or steps it makes each time."""
 
 
 # ---- sides: how each reduces an array, by MAX or SUM, without a token ----------------------------------------
 
 
 def asked(x: Any, op: Any) -> Any:
-    """Reduce by a Python callback; its derivative is that of fastcoll's and mpi4jax's sum."""
+    """Reduce by a Python callback.
+
+    The derivative is that of the sum in fastcoll and mpi4jax.
+    """
 
     def ask(x: Any) -> Any:
         y = np.array(x)
@@ -75,7 +79,11 @@ def of_mpi4jax(x: Any, op: Any) -> Any:
 
 
 def calls(call: Callable[[Any, Any], Any]) -> list[Program]:
-    """Return one call and a loop of calls; `call` maps (array, token) to both."""
+    """Return a program with one call and one with a loop of calls.
+
+    Args:
+        call: maps an array and a token to the reduced array and the next token.
+    """
     x, token = jax.numpy.ones(2), fj.create_token()
     one = jax.jit(call)
     many = jax.jit(lambda *both: jax.lax.fori_loop(0, LOOP, lambda _, both: call(*both), both))
@@ -83,7 +91,7 @@ def calls(call: Callable[[Any, Any], Any]) -> list[Program]:
 
 
 def training(reduce: Reduce, rank: int, steps: int = 300) -> Program:
-    """Return the example's program, with another all_reduce."""
+    """Return the program of the example, with `reduce` instead of its all_reduce."""
     path = Path(__file__).parents[1] / "examples" / "compiled" / "logistic_regression.py"
     spec = spec_from_file_location("example", path)
     assert spec is not None
@@ -98,7 +106,7 @@ def training(reduce: Reduce, rank: int, steps: int = 300) -> Program:
 
 
 def programs(rank: int, side: str) -> dict[str, Program]:
-    """Return the programs by f"{case}|{side}"."""
+    """Return a side's programs, with the keys f"{case}|{side}"."""
     highest = dist.ReduceOp.MAX
 
     def without(reduce: Reduce) -> Callable[[Any, Any], Any]:
@@ -119,7 +127,7 @@ def programs(rank: int, side: str) -> dict[str, Program]:
 
 
 def measured(cases: dict[str, Program], turns: int, meet: Callable[[], Any]) -> Times:
-    """Return microseconds per call."""
+    """Return this rank's least microseconds per call, by the keys of `cases`."""
     best = dict.fromkeys(cases, float("inf"))
     for turn in range(turns + 1):
         for name, (program, repeated, each) in cases.items():

@@ -3,9 +3,10 @@
     python bench/remote_calls.py
     python bench/remote_calls.py --rounds 5 --seconds 1
 
-The libraries run in turn, each in two separate processes: threads of TensorPipe poll all the time, and would take the
-cores from the other library. A time is the median over all rounds of the library's median in a round. The CPU time of a
-call, of both workers, is the median over rounds. The large payload is a NumPy array for fastcoll, a tensor for torch.
+The libraries run in turn, each in two processes of its own, because TensorPipe's threads poll all the time and would
+take the cores from the other library. In a round, a time is the median over calls, and the CPU time is the mean per
+call, of both workers together; the table has the medians over the rounds. The large payload is a NumPy array for
+fastcoll, a tensor for torch.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ FLIGHT = 64
 
 
 def nothing() -> None:
-    """An empty call."""
+    """Do nothing: the function of an empty call."""
 
 
 def back(x: Any) -> Any:
-    """A payload each way."""
+    """Return the payload, so that it is sent both ways."""
     return x
 
 
@@ -68,7 +69,7 @@ def main() -> int:
 
 
 def run(rank: int, library: str, port: int, given: argparse.Namespace, file: str) -> None:
-    """Run a worker; rank 0 calls, measures and prints."""
+    """Run a worker; rank 0 calls, measures, and writes the times to the file."""
     payload: Any = np.ones(int(given.mib * 2**20) // 4, np.float32)
     if library == "fastcoll":
         import fastcoll.rpc as rpc

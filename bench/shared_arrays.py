@@ -1,7 +1,8 @@
 """`python bench/shared_arrays.py`: all_reduce on shared and on ordinary arrays, together with the work before it.
 
-There are two typical loops: an array is updated in place and reduced, and a new array, the result of an expression, is
-reduced. Ordinary and shared arrays alternate, round by round; a time is that of the slowest rank in the median round.
+There are two typical loops. In the first, an array is updated in place and reduced; in the second, the result of an
+expression, which is a new array, is reduced. Each round runs a loop on ordinary and then on shared arrays. A time is
+the median over rounds, of the slowest rank.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import fastcoll as dist
 
 SIZES = [1 << power for power in range(16, 27)]
 ROUNDS = 21
-_FIRST = 5  # rounds that do not count, in which algorithms are tried
+_FIRST = 5  # first rounds, which do not count, because fastcoll tries algorithms in them
 LOOPS = ("update, all_reduce", "expression, all_reduce")
 _COLOURS = ("#D55E00", "#0072B2")
 Times = dict[str, list[tuple[float, float]]]
@@ -33,7 +34,7 @@ def main() -> None:
         "--rounds", type=int, default=ROUNDS, help=f"of each size and loop (default: {ROUNDS})"
     )
     parser.add_argument(
-        "--best", action="store_true", help="the fastest round, not the median: where others work too"
+        "--best", action="store_true", help="take the fastest round, not the median: for a busy machine"
     )
     parser.add_argument("--plot", type=Path, help="the picture's file, as in out.png")
     given = parser.parse_args()

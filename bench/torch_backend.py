@@ -3,10 +3,10 @@
     python bench/torch_backend.py
     python bench/torch_backend.py --ranks 4 --sizes 8,1M --json out.json
 
-Both backends have a group of the same processes, whose ranks are pinned to the usable cores in turn (see
-versus/pinning.py). For each size they run in turn, in reverse order every second time; every result is checked before
-the timing. Times are of single calls on float32 tensors, "sync" with async_op=False, "async" with async_op=True and
-wait; a column has the slowest rank's median (p99: its 99th percentile).
+Each backend has a group of the same processes, whose ranks are pinned to the usable cores in turn (see
+versus/pinning.py). For each size the backends run in turn, in reverse order every second time; before the timing, every
+call is made once and its result checked. Times are those of single calls on float32 tensors: "sync" with
+async_op=False, "async" with async_op=True and wait. A column has the slowest rank's median (p99: its 99th percentile).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def measure(nbytes: int, groups: dict[str, Any], seconds: float, cores: Sequence
 
 
 def check(x: Any, group: Any) -> None:
-    """Check the sum over the ranks; x has any values afterwards."""
+    """Check the sum over the ranks; x has other values afterwards."""
     import torch
     import torch.distributed as dist
 
@@ -172,9 +172,9 @@ def page(report: dict[str, Any]) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--sizes", default=SIZES, help=f"bytes, with K and M; default {SIZES}")
+    parser.add_argument("--sizes", default=SIZES, help=f"in bytes, or with K or M; default {SIZES}")
     parser.add_argument(
-        "--seconds", type=float, default=0.5, help="that each backend is timed for at each size"
+        "--seconds", type=float, default=0.5, help="of timing, for each backend, mode and size"
     )
     parser.add_argument("--json", type=Path, help="file for the report")
     return parser

@@ -1,13 +1,15 @@
-"""A compiled training step: fastcoll's functions in the graph, beside Gloo's functional collectives, and beside eager.
+"""A training step compiled by torch.compile, on fastcoll and on Gloo.
 
-    python bench/torch_compile.py                                  # the page, with Inductor where there is a compiler
+    python bench/torch_compile.py                     # uses Inductor if there is a C++ compiler
     python bench/torch_compile.py --batches 32,256 --seconds 2 --compiler aot_eager
     python bench/torch_compile.py --results bench/results
 
-Forward, backward, the average of the gradients over the ranks and SGD are one function of a multilayer perceptron (784,
-512, 512, 10: 2.7 MB of gradients), compiled with fullgraph=True; gradients are one tensor on every side. All sides run
-in turn in the same processes, from the same weights on the same data, with one torch thread per rank, pinned to the
-usable cores in turn (see versus/pinning.py). A time is the slowest rank's median step.
+The model is a multilayer perceptron (784, 512, 512, 10: 2.7 MB of gradients). One function, compiled with
+fullgraph=True, does a step: forward, backward, the average of the gradients over the ranks as one tensor, and SGD. The
+sides differ only in the function that reduces the gradients; one more side runs the step with fastcoll's function
+without compiling it ("eager"). All sides run in turn in the same processes, from the same weights on the same data,
+with one torch thread per rank, pinned to the usable cores in turn (see versus/pinning.py). A time is the slowest rank's
+median step.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from fastcoll.bench.results import describe, machine
 
 BLOCK = 6  # steps of a side in a row; the first is not timed
 SIDES = ("alone", "Gloo", "fastcoll, torch.distributed", "fastcoll", "fastcoll, eager")
-_TOLERANCE = 1e-5  # of losses, because the order of ranks in sums differs
+_TOLERANCE = 1e-5  # for losses, because Gloo adds the ranks' gradients in another order
 
 
 def main() -> int:
@@ -42,7 +44,7 @@ def main() -> int:
     inductor = shutil.which("g++") or shutil.which("clang++")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batches", default="16,64", help="samples of a rank in a step")
-    parser.add_argument("--seconds", type=float, default=6.0, help="that all sides of a batch are timed for")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of timing, for all sides of a batch")
     parser.add_argument("--compiler", default="inductor" if inductor else "aot_eager")
     parser.add_argument("--results", help="a folder for the page and its picture")
     options = parser.parse_args()
@@ -142,7 +144,10 @@ def make_step(reduce: Callable[[Any], Any], ranks: int) -> Callable[..., Any]:
 def measure(
     steps: dict[str, Callable[..., Any]], batch: int, seconds: float, rank: int, broadcast: Any
 ) -> dict[str, list[float]]:
-    """Return the seconds of every step of each side; all ranks make the same number."""
+    """Return the seconds of every timed step of each side.
+
+    All ranks make the same number of steps.
+    """
     import torch
 
     shapes = [(512, 784), (512, 512), (10, 512)]

@@ -4,10 +4,10 @@
     python bench/torch_ddp.py --ranks 2 --cases mlp:64 --json run.json
     python bench/torch_ddp.py --results bench/results           # also write the page, and its picture
 
-Both run in turn in the same processes, a block of steps each, from the same weights on the same data, with one torch
-thread per rank, pinned to the usable cores in turn (see versus/pinning.py). A time is the slowest rank's median step.
-The communication time of a step is its difference to a third model, in the same turns, in which DDP does everything
-except communicate.
+A model on each backend is trained in turn in the same processes, a block of steps each, from the same weights on the
+same data, with one torch thread per rank, pinned to the usable cores in turn (see versus/pinning.py). A time is the
+slowest rank's median step. A third model, in the same turns, does everything except communicate; the difference between
+its step and that of a backend is the backend's communication time.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from versus.targets import markdown, missed
 from fastcoll.bench.results import describe, machine
 
 CASES = "mlp:32,mlp:64,mlp:256,transformer:1,transformer:2,transformer:8"
-_TOLERANCE = 1e-5  # of losses, because the order of ranks in sums differs
-_MATTERS = 0.3  # of a step on Gloo; with a smaller share of communication the aim for the step means little
+_TOLERANCE = 1e-5  # for losses, because Gloo adds the ranks' gradients in another order
+# The aim for the step's time holds only if at least this share of a step on Gloo is communication.
+_MATTERS = 0.3
 
 Row = dict[str, Any]
 
@@ -108,8 +109,8 @@ def page(rows: Sequence[Row]) -> list[str]:
         "",
         f"- Machine: {describe(_facts())}; torch {version('torch')}; fastcoll {version('fastcoll')}",
         f"- Ranks: one thread of torch each, pinned to cores {_cores()} in turn{_crowded(rows)}",
-        "- Method: the sides in the same processes, in turn, 8 steps at a time, their order turned round each "
-        f"time; the slowest rank's median of {min(steps)} to {max(steps)} steps; DDP's defaults; SGD",
+        "- Method: the sides in the same processes, in turn, 8 steps at a time, every second time in reverse "
+        f"order; the slowest rank's median of {min(steps)} to {max(steps)} steps; DDP's defaults; SGD",
         "- Computing: the same with a communication hook that does nothing; communication: the share of the rest",
         f"- Losses: Gloo's and fastcoll's compared at every step; the largest difference is "
         f"{max(row['loss_difference'] for row in rows):.1e}",
@@ -149,7 +150,7 @@ def _facts() -> dict[str, Any]:
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """Write the picture: a bar per side, of computation and communication."""
+    """Write the picture: for each case a bar per side, divided by use of the time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 0.62 * len(rows) + 1.2), layout="constrained")

@@ -1,7 +1,8 @@
 """The ranks of bench/torch_ddp.py: the same training on each side in turn, timed step by step.
 
-A *side* is a DistributedDataParallel model on its own group, all with the same weights and the same data: one on Gloo,
-one on fastcoll, and one with a communication hook that does nothing, whose step is the time without communication.
+A *side* is a DistributedDataParallel model on a group. There are three: one on Gloo, one on fastcoll, and one with a
+communication hook that does nothing, whose step is the time without communication. They begin with the same weights and
+get the same data.
 """
 
 import json
@@ -22,8 +23,8 @@ from versus.pinning import pin, place_threads
 
 import fastcoll.torch  # noqa: F401
 
-BLOCK = 8  # steps of a side in a row; the first is not timed, because the caches hold another side's data
-POOL = 4  # different batches
+BLOCK = 8  # successive steps of a side; the first is not timed, because the caches hold another side's data
+POOL = 4  # number of different batches, which are used in turn
 CLASSES = 64
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -39,7 +40,12 @@ class Case:
 
 @dataclass
 class Side:
-    """One model in training: the `seconds` of its timed steps, and this rank's `losses` of all steps."""
+    """One model in training.
+
+    Attributes:
+        seconds: of each timed step.
+        losses: this rank's, of every step.
+    """
 
     step: Callable[[Batch], float]
     losses: list[float] = field(default_factory=list)
@@ -55,7 +61,10 @@ class Side:
 
 
 class Transformer(nn.Module):
-    """A transformer that scores the next token of each of 64: four layers, 128 wide."""
+    """A transformer that predicts the next token at each of 64 positions.
+
+    It has four layers, 128 wide.
+    """
 
     WIDTH, HEADS, LAYERS, CONTEXT = 128, 4, 4, 64
 
@@ -86,7 +95,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "transformer": Transfo
 
 
 def data(case: Case) -> list[Batch]:
-    """Return this rank's random batches; only time and equality matter."""
+    """Return this rank's random batches; nothing is learnt from them."""
     random = torch.Generator().manual_seed(dist.get_rank())
     size = (case.batch, Transformer.CONTEXT)
     if case.model == "transformer":
@@ -125,7 +134,7 @@ def side(case: Case, group: Any, alone: bool = False) -> Side:
 
 
 def measure(case: Case, groups: dict[str, Any], seconds: float, cores: Sequence[int]) -> dict[str, Any]:
-    """Run blocks of steps for `seconds` in all, the sides in reverse order every second time."""
+    """Run the sides in turn for `seconds` in all, in reverse order every second time."""
     sides = {name: side(case, group) for name, group in groups.items()}
     sides["alone"] = side(case, groups["gloo"], alone=True)
     batches = data(case)
