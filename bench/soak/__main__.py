@@ -23,7 +23,7 @@ class Soak:
     short: int
     long: int
     unit: str
-    failpoint: str = ""  # the setting with which kernels are loaded
+    failpoint: str = ""  # the value of FASTCOLL_FAILPOINT with which kernels are loaded
 
 
 SOAKS = {
@@ -50,10 +50,10 @@ def main() -> int:
         "names", nargs="*", metavar="NAME", choices=[[], *SOAKS], help=f"all by default; {amounts}"
     )
     parser.add_argument(
-        "--long", action="store_true", help="run the amounts of the table, instead of half a minute"
+        "--long", action="store_true", help="run the second amount of each soak, instead of the first"
     )
-    parser.add_argument("--amount", type=int, help="of each soak, in its unit")
-    parser.add_argument("--seed", type=int, default=1, help="of all that is random (default 1)")
+    parser.add_argument("--amount", type=int, help="run this amount of each soak, in its unit")
+    parser.add_argument("--seed", type=int, default=1, help="of the random numbers (default 1)")
     given = parser.parse_args()
     length = f" --amount {given.amount}" if given.amount else " --long" * given.long
     failed = 0
@@ -73,7 +73,7 @@ def run_apart(name: str, amount: int, seed: int) -> Report:
         end = fleet.reap(child, time.monotonic() + _MOST_SECONDS)
         if end.result is not None:
             return end.result
-        failed = Report("nothing whole")
+        failed = Report("not completed")
         failed.fail(f"the soak itself failed: {end.error}")
         return failed
 

@@ -1,8 +1,8 @@
 """Each operation with inputs that change from call to call, and a check of every element of its result.
 
-A call is a generator `call(rank, n, count, turn)`: it makes its arrays and yields; when it is resumed it makes the call
-and yields whether the result is right. Element i of rank r's input in turn t is (i % 97 + 1) * (r + 1 + t % 5): whole
-numbers whose sums over up to 64 ranks are exact in float32.
+A call is a generator `call(rank, n, count, turn)`: it makes its arrays and yields; when it is resumed it calls the
+operation, checks the result, and yields whether it is right. Element i of rank r's input in turn t is
+(i % 97 + 1) * (r + 1 + t % 5). These are integers whose sums over up to 64 ranks are exact in float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _sum(ranks: int, count: int, turn: int) -> np.ndarray:
 
 
 def _blocks(rank: int, n: int, count: int, turn: int) -> list[np.ndarray]:
-    """Return the blocks of `rank` for n ranks, all of them different."""
+    """Return the blocks that `rank` has for each of n ranks; they all differ."""
     return [_given(rank, count, turn) + np.float32(1000 * to) for to in range(n)]
 
 
@@ -140,7 +140,7 @@ def exchange(rank: int, n: int, count: int, turn: int) -> Steps:
 
 
 def pass_on(rank: int, n: int, count: int, turn: int) -> Steps:
-    """Pass rank 0's array around once, by send and recv."""
+    """Pass rank 0's array from rank to rank and back to rank 0, by send and recv."""
     x = _given(0, count, turn) if rank == 0 else np.zeros(count, "f4")
     yield READY
     if rank:

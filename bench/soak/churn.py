@@ -1,8 +1,8 @@
-"""Ranks join and are killed at random, and the ranks that are left go on: a world of up to ten that heals itself.
+"""Ranks join and are killed at random; survivors make new groups and continue.
 
-Each process has a number. In each epoch the processes agree through a store on the members (`agree`), make a group
+There are at most ten ranks. In each epoch the processes agree through a store on the members (`agree`), make a group
 under the epoch's name, and reduce until a rank dies, or until joiners wait in the store for the next epoch. The first
-process is never killed: its memory, descriptors and threads are measured whenever it is in no group.
+process is never killed: its memory, descriptors and threads are measured before each epoch, when it is in no group.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .fleet import Fleet, left_in_shm, resident_bytes
 from .report import Report
 
 MOST, LEAST = 10, 2
-GAP = 10.0  # seconds within which a reduction completes, whatever happens
+GAP = 10.0  # seconds without a completed reduction that count as a fault
 TIMEOUT = 5.0  # the others wait this long for a process that is killed before it has joined
-_ELDER = 1  # the first process that takes part; 0 serves the store
-_EARLY_EPOCHS = 10  # memory is not stable before
-_GROWTH = 0.01  # of memory, in ten minutes
+_ELDER = 1  # slot on the board of the first process that takes part; the process of slot 0 serves the store
+_EARLY_EPOCHS = 10  # epochs until memory is stable
+_GROWTH = 0.01  # share by which memory may grow in ten minutes
 _SLACK_BYTES = 2 << 20  # smaller growth is noise
 
 
@@ -101,7 +101,11 @@ def run(amount: int, seed: int) -> Report:
 
 
 def _judge_growth(seen: list[tuple[float, int, int, int]], report: Report) -> None:
-    """Report growth of the elder's memory, descriptors or threads; `seen` has time, bytes and counts by epoch."""
+    """Report growth of the first process's memory, descriptors or threads.
+
+    Args:
+        seen: for each epoch the time, the bytes of memory, and the numbers of descriptors and threads.
+    """
     settled = seen[_EARLY_EPOCHS:]
     report.figures["epochs"] = str(len(seen))
     if len(settled) < 4:
@@ -137,7 +141,10 @@ def serve(fleet: Fleet) -> dict[str, str]:
 
 
 def work(fleet: Fleet, place: int, port: int) -> list[tuple[float, int, int, int]]:
-    """Take part until the parent sets the end; return this process's resources before each epoch, in no group."""
+    """Take part until the parent sets the end; return this process's resources.
+
+    They are measured before each epoch, when the process is in no group.
+    """
     seen, epoch = [], 0
     with TCPStore("127.0.0.1", port, timeout=60) as store:
         while not fleet.marks[1]:
@@ -160,7 +167,10 @@ def work(fleet: Fleet, place: int, port: int) -> list[tuple[float, int, int, int
 
 
 def _reduce(fleet: Fleet, place: int, store: Store, epoch: int, members: list[int]) -> None:
-    """Reduce until joiners wait or the soak ends, which the first member sends to the others."""
+    """Reduce until joiners wait or the soak ends.
+
+    The first member checks that, and tells the others through the last element of the array.
+    """
     total, first = sum(members), members[0] == os.getpid()
     for turn in range(1 << 30):
         ends = first and turn % 20 == 0 and (fleet.marks[1] or store.check([f"{epoch + 1}/here"]))
@@ -178,8 +188,9 @@ def _reduce(fleet: Fleet, place: int, store: Store, epoch: int, members: list[in
 def agree(store: Store, epoch: int) -> tuple[int, list[int]]:
     """Return the next epoch and the pids of its members; blocks.
 
-    The first process to arrive decides, when all living processes have arrived. A process that dies after it arrived is
-    a member, and the start of the group finds its death. An epoch whose first process dies is void.
+    The first process to arrive decides on the members, when all living members of the previous epoch have arrived. A
+    process that dies after its arrival may still become a member; then the start of the group detects its death. If the
+    first process dies before it decides, the epoch has no members, and the next epoch begins.
     """
     me = os.getpid()
     while True:

@@ -1,8 +1,9 @@
 """Ranks as forked children of this process, which has loaded all modules: two ranks make a group in 0.1 s.
 
 The parent has one thread and no group. Each child runs one function and sends its result; the parent signals, watches
-and reaps children. An end includes the child's stderr, and its stacks if it hangs. All processes share a board, on
-which each writes its own slots; times are of time.monotonic(), which is one clock for all processes.
+and reaps children. The `End` of a child that failed includes its stderr, and its stacks if it hung. All processes share
+a board of numbers (`times`, `turns`, `marks`), on which each child writes its own slots. Times are those of
+time.monotonic(), which is one clock for all processes.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Child:
 
 
 class Fleet:
-    """Children with a common board and folder; the context ends all of them."""
+    """Children with a common board and folder; leaving the context kills them all."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 3 * PLACES * 8)
@@ -191,14 +192,20 @@ def load() -> None:
 
 
 def live_on_nodes(rank: int, share: int) -> None:
-    """Have each `share` ranks pretend to be on one node, with another /dev/shm than the others."""
+    """Let every `share` successive ranks appear to be on a node of their own.
+
+    A node has its own /dev/shm.
+    """
     from fastcoll.system import processes
 
     processes._shm_device = lambda: 1_000_000 + rank // share  # type: ignore[assignment]
 
 
 def left_in_shm(before: set[str], seconds: float = 2.0) -> set[str]:
-    """Return new names in /dev/shm that still exist after `seconds`; those of other jobs disappear by themselves."""
+    """Return new names in /dev/shm that still exist after `seconds`.
+
+    New names of other jobs disappear by themselves within that time.
+    """
     end = time.monotonic() + seconds
     while (left := shm_names() - before) and time.monotonic() < end:
         time.sleep(0.01)

@@ -1,8 +1,9 @@
 """The answers to clients of a store must be linearizable while some clients are killed and stopped.
 
-Eight clients call at random on a few keys, alternately on a TCPStore and a FileStore. Each writes its request before
-the call, and then the answer, into a file that survives it. Keys are new every half second, so that each key has few
-calls of killed clients, which may have taken effect or not.
+Eight clients make random calls on a few keys; one history uses a TCPStore, the next a FileStore. A client writes each
+request before the call, and the answer after it, to a file, which stays if the client is killed. Every half second the
+clients use new keys, so that each key has few calls that a kill has interrupted, and that may or may not have taken
+effect.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ _WORDS = [b"1", b"2", b"37"]  # numbers, so that add always works
 
 
 def run(amount: int, seed: int) -> Report:
-    """Run histories of ten seconds, or shorter ones if there is less time, until `amount` seconds are over."""
+    """Run histories for `amount` seconds in all.
+
+    Each takes about ten seconds, or less if this is necessary to have one on each kind of store.
+    """
     report, calls, kills, pauses = Report(), 0, 0, 0
     kinds = {"TCPStore": _tcp, "FileStore": _file}
     rounds = max(len(kinds), amount // HISTORY_SECONDS)
@@ -75,7 +79,11 @@ def serve(fleet: Fleet) -> None:
 def _history(
     make: Callable[[Fleet], Callable[[], Store]], seconds: float, dice: random.Random
 ) -> tuple[dict[str, list[Event]], int, int]:
-    """Return the calls by key, and how many clients were killed and stopped."""
+    """Run one history.
+
+    Returns:
+        the calls by key, and how many clients were killed and stopped.
+    """
     killed = paused = 0
     with Fleet() as fleet:
         opens, begin = make(fleet), time.monotonic()
@@ -117,7 +125,7 @@ def _read(file: Path, events: dict[str, list[Event]]) -> None:
         if len(fields) == 4:
             asked = fields
             continue
-        assert asked is not None, "it asked before"
+        assert asked is not None, "an answer without a request"
         key, op, words, began = asked
         if fields[0] != "unknown":
             events[key].append(Event(op, _words(words), _decoded(fields[0]), began, fields[1]))
@@ -132,7 +140,10 @@ def _words(words: list[Any]) -> tuple[Any, ...]:
 
 
 def _decoded(answer: Any) -> Any:
-    """Decode an answer; a value is written as ["..."], to distinguish it from "timeout"."""
+    """Decode an answer from JSON.
+
+    A value was written as ["..."], to distinguish it from "timeout".
+    """
     return answer[0].encode() if isinstance(answer, list) else answer
 
 
@@ -161,7 +172,7 @@ def work(
 
 
 def _ask(store: Store, key: str, op: str, given: list[Any]) -> Any:
-    """Make one call and return its answer for JSON."""
+    """Make one call; return its answer in the form in which it is written as JSON."""
     if op in ("get", "wait"):
         store.set_timeout(_WAIT_SECONDS)
         try:

@@ -1,8 +1,9 @@
-"""A rank is killed at any moment of any call, while the job starts, or while it ends. One world after the other.
+"""A rank is killed at a random moment: in a call, at the start, or at the end.
 
-Each case depends on its number and the seed alone. The promises: every survivor of a call raises an error that names
-the dead rank, its pid, the operation and the number of the call, within a second (p99); every later call raises the
-same, at once; results of calls that returned are right; no name in /dev/shm, thread, descriptor or process is left.
+Each case is one world, and depends on its number and the seed alone. The promises: every survivor of a call raises an
+error that names the dead rank, its pid, the operation and the number of the call, within a second (p99); every later
+call raises the same error at once; results of calls that returned are right; no name in /dev/shm, thread, descriptor or
+process is left.
 """
 
 from __future__ import annotations
@@ -36,19 +37,23 @@ COUNTS = (0, 1, 2, 1000, 262_144, 1_000_003)  # of float32
 DEATHS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM)
 LARGE = (16 << 20,)  # 64 MiB, in one of 50 cases with few ranks
 TIMEOUT = 20.0  # of the groups; no case may reach it
-START_TIMEOUT = 3.0  # for a rank that dies while the job starts, perhaps before any rank knows of it
-P99, MOST = 1.0, 2.0  # seconds until all survivors raise
+# Of the groups if a rank dies while the job starts: perhaps no other rank knows of it, and all wait for the timeout.
+START_TIMEOUT = 3.0
+P99, MOST = 1.0, 2.0  # most seconds until a survivor raises: the 99th percentile, and in any case
 READY = 90.0  # seconds for three calls, some of 64 MiB, on a loaded machine
-PASSED = 12  # a victim that has not hit its failpoint after these calls never will, so it is killed
-AGAIN = 0.1  # until a later call on the group raises, without the time that it waits for a core
+PASSED = 12  # a victim that has not hit its failpoint after this many calls never will, so it is killed
+AGAIN = 0.1  # most seconds until a later call on the group raises, without the time that it waits for a core
 _CALL = r"call \d+ of group|send to|recv from|symmetric\.|new_group\(|making a data connection"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kill: `moment` is "call", "start", "leave" or "phase", and `after` the seconds from its begin.
+    """One kill.
 
-    In a "phase" the victim kills itself at the failpoint.
+    Attributes:
+        moment: "call", "start", "leave", or "phase", in which the victim kills itself at the failpoint.
+        after: seconds from the beginning of the moment to the kill.
+        by: the signal.
     """
 
     number: int
@@ -64,7 +69,7 @@ class Case:
 
     @property
     def in_call(self) -> bool:
-        """Whether all survivors notice in a call."""
+        """Whether all survivors detect the death in a call."""
         return self.moment in ("call", "phase")
 
     def __str__(self) -> str:
@@ -74,7 +79,7 @@ class Case:
 
 
 def draw(seed: int, number: int) -> Case:
-    """Return the case of a number."""
+    """Return the case with a number."""
     dice = random.Random(f"{seed}/{number}")
     backend, n = BACKENDS[number % 3], WORLDS[number // 3 % 3]
     ops = sorted(set(CALLS) - (ONE_NODE if backend != "shm" else set()))
@@ -93,7 +98,7 @@ def run(amount: int, seed: int) -> Report:
 
 
 def carry_out(amount: int, case_of: Callable[[int], Case]) -> Report:
-    """Carry out the cases of some numbers."""
+    """Carry out the first `amount` cases of `case_of`."""
     report, delays, kinds = Report(), dict[str, list[float]](), Counter[str]()
     began = time.monotonic()
     for number in range(amount):
@@ -139,15 +144,15 @@ def kill_one(case: Case, kinds: Counter[str], fail: Callable[[str], None]) -> li
             fleet.await_turns([case.victim], 1 << 20, TIMEOUT)
         time.sleep(case.after)
         if case.moment == "phase" and not _kills_itself(fleet, case.victim):
-            kinds[f"never came by {case.failpoint.partition(':')[0]}"] += 1
+            kinds[f"never hit {case.failpoint.partition(':')[0]}"] += 1
         killed = time.monotonic()
         victim.signal(case.by)
         ends = fleet.ends(TIMEOUT + 5.0)
         pid = victim.pid
-        # The victim's last time on the board is in the call of its failpoint.
+        # The victim's last time on the board is the begin of the call in which it hit its failpoint.
         killed = min(killed, float(fleet.times[case.victim])) if case.moment == "phase" else killed
     delays = list[float]()
-    faults = [] if ready else ["the ranks did not come as far as their third call"]
+    faults = [] if ready else ["the ranks did not reach their third call"]
     for rank, end in enumerate(ends):
         if rank == case.victim:
             right = (-case.by,) if case.in_call else (-case.by, 0)
@@ -179,7 +184,7 @@ def _kills_itself(fleet: Fleet, rank: int) -> bool:
 
 
 def judge(case: Case, end: End, pid: int) -> list[str]:
-    """Report what a survivor should not have done or seen."""
+    """Return the faults of a survivor, given its end and the victim's pid."""
     if end.hung or end.result is None:
         return [f"{'hung' if end.hung else 'failed'} (exit code {end.code}): {end.error}"]
     outcome, text = end.result, end.result["text"]
@@ -193,7 +198,7 @@ def judge(case: Case, end: End, pid: int) -> list[str]:
             rf"(rank\(s\)|missing:) [^(]*\b{case.victim}\b|process {pid} on ", text
         )
     else:
-        # While a group is made, survivors that have failed and ended may also be named.
+        # While a group is made, an error may also name survivors that have failed and ended.
         others = case.op == "new_group" and case.victim in outcome["ranks"]
         named = (
             outcome["ranks"] == (case.victim,) or others
@@ -205,7 +210,7 @@ def judge(case: Case, end: End, pid: int) -> list[str]:
     if case.in_call:
         if not re.search(_CALL, text):
             faults.append(f"does not say in which call: {text}")
-        if case.op == "new_group":  # each time another group
+        if case.op == "new_group":  # each call makes another group
             same, soon = outcome["again"] != "no error", P99
         else:
             same, soon = outcome["again"] == text, AGAIN
@@ -249,7 +254,7 @@ def work(fleet: Fleet, rank: int, case: Case, url: str) -> dict[str, Any]:
 
 
 def _has_to_leave(fleet: Fleet, rank: int, case: Case) -> bool:
-    """Return whether rank 0 was asked to end; all ranks get the answer by the same call."""
+    """Return whether the parent has asked rank 0 to end; collective."""
     if case.moment != "leave":
         return False
     ends = np.array([fleet.marks[0] if rank == 0 else 0.0])

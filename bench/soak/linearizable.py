@@ -1,10 +1,10 @@
 """A check whether the calls of concurrent clients on one key are linearizable.
 
-It is Wing and Gong's search in Lowe's form ("Testing for linearizability", 2017). It handles events in the order of
-time, and keeps all states that the key may have, each with the pending calls that have taken effect already. When a
-call returns, only states remain in which it has taken effect with its answer. A call that never returned, because its
-client was killed, may take effect at any later moment, or never. Keys are independent, so each is checked alone, as in
-Porcupine.
+It is Wing and Gong's search in Lowe's form ("Testing for linearizability", 2017). The search handles the begins and
+ends of calls in the order of time. It keeps all states that the key may have, each with the set of pending calls that
+have taken effect already. When a call returns, only those states remain in which the call has taken effect and its
+answer is right. A call that never returned, because its client was killed, may take effect at any later moment, or
+never. Keys are independent, so each key is checked alone, as in Porcupine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def _set(state: State, words: tuple[Any, ...]) -> tuple[State, Any]:
 
 
 def _get(state: State, words: tuple[Any, ...]) -> tuple[State, Any]:
-    """Model `get`, which waits for the key; a timeout means that the key was missing at one moment."""
+    """Model `get`, which waits for the key.
+
+    A timeout shows that the key was missing at some moment.
+    """
     return state, "timeout" if state is None else state
 
 
@@ -71,16 +74,19 @@ MODEL: dict[str, Callable[[State, tuple[Any, ...]], tuple[State, Any]]] = {
     "set": _set, "get": _get, "wait": _wait, "add": _add, "compare_set": _compare_set, "delete": _delete,
     "check": _check,
 }  # fmt: skip
-"""What each call does to a key, and what it answers."""
+"""For each operation a function from the key's state and the arguments to the new state and the answer."""
 
 
 def first_impossible(history: Iterable[Event], state: State = None) -> Event | None:
-    """Return the first call of a key's history whose answer no order explains; None: there is an order."""
+    """Return the first call of a key's history whose answer no order explains.
+
+    None means that some order of the calls explains all answers.
+    """
     calls = sorted(history, key=lambda event: event.began)
     moments = [(event.began, 1, number) for number, event in enumerate(calls)]
     moments += [(event.ended, 0, number) for number, event in enumerate(calls) if event.ended != PENDING]
     under_way: set[int] = set()
-    # A state, and the pending calls that have taken effect.
+    # Each has a state of the key, and the pending calls that have taken effect.
     possible: set[tuple[State, frozenset[int]]] = {(state, frozenset())}
     for _, begins, number in sorted(moments):
         if begins:
@@ -97,7 +103,11 @@ def first_impossible(history: Iterable[Event], state: State = None) -> Event | N
 def _with(
     possible: set[tuple[State, frozenset[int]]], calls: list[Event], under_way: set[int], number: int
 ) -> set[tuple[State, frozenset[int]]]:
-    """Return the states after pending calls take effect in any order, until the call `number` has."""
+    """Let pending calls take effect in every order until the call `number` has.
+
+    Returns:
+        the states that are then possible.
+    """
     found, seen, ahead = set[tuple[State, frozenset[int]]](), set(possible), list(possible)
     while ahead:
         state, done = ahead.pop()

@@ -1,8 +1,8 @@
-"""A rank kills itself at a named failpoint of a call: all phases, operations and worlds, in shared memory, over TCP
-and on nodes.
+"""A rank kills itself at a named failpoint of a call, on every backend.
 
-The promises are those of kills, but failpoints hit phases that a clock hits rarely. Kernels with failpoints are
-different ones, so this is a separate soak.
+The cases cover all phases, operations and sizes of worlds, in shared memory, over TCP and on nodes. The promises are
+those of kills.py, but a failpoint is in a phase that a kill at a random time seldom hits. Kernels with failpoints are
+compiled separately, so this is a separate soak.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .kills import COUNTS, WORLDS, Case, carry_out
 from .report import Report
 
 NOTHING = "shm.none.enter:delay=0"
-"""A setting with which kernels are compiled with failpoints; no rank hits this one."""
+"""A setting with which kernels are compiled with failpoints, although no rank hits this failpoint."""
 
 
 BY_NODES = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
-"""What goes through the nodes when it is large, and so by the failpoints of nodes."""
+"""The operations that hit the failpoints of nodes, if their arrays are large."""
 
 
 def places(seed: int) -> list[str]:
@@ -37,12 +37,12 @@ def places(seed: int) -> list[str]:
 
 
 def draw(seed: int, number: int) -> Case:
-    """Return the case of a number: failpoints in turn, everything else at random."""
+    """Return the case with a number: failpoints in turn, everything else at random."""
     dice, names = random.Random(f"{seed}/{number}"), places(seed)
     name = names[number % len(names)]
     backend, op, phase = name.split(".")
     on_nodes = backend == "hybrid"
-    # Two ranks cannot be two nodes of which one has two.
+    # A world on two nodes, of which at least one has two ranks, needs more than two ranks.
     n = (WORLDS[1:] if on_nodes else WORLDS)[number // len(names) % (len(WORLDS) - on_nodes)]
     # Only arrays of more than a slot have later chunks, and only large ones are moved between nodes.
     count = COUNTS[-1] if phase == "mid_chunk" or on_nodes else dice.choice(COUNTS)

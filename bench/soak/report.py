@@ -1,4 +1,4 @@
-"""The report of a soak: figures for a table, and faults, of which there should be none."""
+"""The report of a soak: figures for a table, and faults (ideally none)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Ranks are delayed at random points inside calls: every result must be right in every order of their steps.
 
-Every failpoint of a call, in shared memory, over TCP and on nodes, sleeps for a random time of up to 0.2 ms on every
-rank. That causes orders which do not occur otherwise. A schedule is one call of one world; sizes go from none to many
-chunks, worlds from 2 to 5 ranks.
+At every failpoint of a call, in shared memory, over TCP and on nodes, every rank sleeps for a random time of up to 0.2
+ms. That causes orders of steps that do not occur otherwise. Arrays have from no elements to many chunks; worlds have 2
+to 5 ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _BACKENDS = ("shm", "tcp", "auto")
 TIMEOUT = 60.0
 _WORLDS = (2, 3, 4, 5)
 _CALLS = 2500  # per world
-# 131,072 float32 are two slots; large sizes are rare, because they take long
+# Numbers of elements: 131,072 float32 fill two slots. Large sizes are rare, because they take long.
 _COUNTS = (0, 1, 2, 3, 22, 23, 100, 1000, 1009, 20_011, 70_001, 131_072, 300_007)
 _WEIGHTS = (3, 3, 3, 3, 3, 3, 3, 3, 3, 2, 1, 1, 1)
 
 
 def run(amount: int, seed: int) -> Report:
-    """Run `amount` calls, in all worlds together."""
+    """Run `amount` calls in all, in several worlds."""
     if os.environ.get("FASTCOLL_FAILPOINT") != JITTER:
         raise RuntimeError(f"needs FASTCOLL_FAILPOINT={JITTER} before kernels are loaded")
     report, done, number, began = Report(), 0, 0, time.monotonic()

@@ -1,7 +1,8 @@
-"""A launcher gets a signal, or two, at a random moment: it ends all its processes, logs that, and leaves nothing.
+"""A launcher gets one or two signals at a random moment and must leave nothing.
 
-Its ranks meet, each starts a process that never ends, and then they reduce and print for ever. The signal arrives
-before the ranks start, while they meet, or while they work. Some launchers restart ranks.
+The launcher must end all its processes and log that. Each of its ranks starts a process that never ends, joins the
+group, and then reduces and prints for ever. The signal arrives before the ranks start, while they meet, or while they
+work. Some launchers would restart failed ranks.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def run(amount: int, seed: int) -> Report:
                 ran = b"fastcoll.launch: " in os.pread(output.fileno(), 4096, 0)
             first, code = signals[0], launcher.poll()
             early += not ran
-            is_python = not ran and code in (-first, 1)  # before the launcher has installed its handlers
+            # The launcher had not installed its handlers yet, so Python's took effect.
+            is_python = not ran and code in (-first, 1)
             if code != 128 + first and not is_python:
                 report.fail(f"{case}: exit code {code}")
             if took[-1] > _END_SECONDS:
@@ -79,8 +81,11 @@ def run(amount: int, seed: int) -> Report:
 
 
 def _let_it_come(output: int, dice: random.Random) -> None:
-    """Wait until a random moment: before the launcher runs, while it starts ranks and they meet, or while they work."""
-    lines = dice.choice([0, 1, 1, 2])  # the first line is the launcher's
+    """Wait until a random moment.
+
+    It is before the launcher runs, while it starts ranks and they meet, or while they work.
+    """
+    lines = dice.choice([0, 1, 1, 2])  # lines of output to wait for; the first line is the launcher's
     end = time.monotonic() + 60
     while os.pread(output, 4096, 0).count(b"\n") < lines and time.monotonic() < end:
         time.sleep(0.001)

@@ -1,6 +1,6 @@
 """Eight ranks on two cores, beside four busy loops: no rank may declare another dead, and every result must be right.
 
-Shared memory, TCP and nodes over both alternate, each for at least 15 s in a new world.
+A world uses shared memory, the next TCP, and the last both, on two nodes. Each runs for a third of the time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run(amount: int, seed: int) -> Report:
 
 @contextlib.contextmanager
 def _busy_on(cores: int) -> Iterator[None]:
-    """Pin this process and its children to some cores, beside busy loops."""
+    """Pin this process and its later children to some cores that busy loops use too."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(before)[:cores])
     try:
@@ -68,7 +68,7 @@ def _burn(fleet: Fleet) -> None:
 
 
 def work(fleet: Fleet, rank: int, backend: str, until: float) -> int:
-    """Make all kinds of calls in turn until rank 0 sends the end; return how many."""
+    """Make all kinds of calls in turn until rank 0 ends this; return how many."""
     if backend == "auto":
         live_on_nodes(rank, RANKS // 2)
     dist.init_process_group(backend, f"file://{fleet.folder}/meet", TIMEOUT, RANKS, rank)

@@ -1,8 +1,9 @@
-"""A rank is stopped (SIGSTOP): for half the timeout no rank declares it dead; for longer, all name it at the timeout.
+"""A rank is stopped (SIGSTOP), for half the timeout or for good.
 
-Only the two ranks of a message know of it, so the first rank that times out may name a rank that waits itself. Worlds
-are reused for many short stops, several worlds at once, because they mostly wait. A rank that is continued after the
-others have given up must get an error in its next call, and no result.
+During a stop of half the timeout no rank may declare the rank dead. If the rank stays stopped, the others name it when
+they time out. A rank that waits for a message knows only the message's other rank, which may itself be waiting; then
+the error may name that rank instead. A world is used for many short stops, and several worlds run at once, because they
+mostly wait. A rank that continues after the others have given up must get an error from its next call, and no result.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .fleet import Child, Fleet, live_on_nodes
 from .report import Report
 
 TIMEOUT = 3.0  # of the groups; short stops last half of it
-SLACK = 0.5  # seconds by which a timeout may be late, without the time that the rank waits for a core
+SLACK = 0.5  # seconds by which a timeout may be late, in addition to the time that the rank waits for a core
 ONCE = 10  # short stops per world
 _WORLDS = [(backend, n) for n in (2, 4) for backend in ("shm", "tcp", "auto")]
 
@@ -61,7 +62,7 @@ def run(amount: int, seed: int) -> Report:
                     fleet.start(work, rank, backend, n)
             for world in worlds:
                 if not world.fleet.await_turns(range(world.n), 20, 60.0):
-                    report.fail(f"{world}: did not come as far as its 20th call")
+                    report.fail(f"{world}: did not reach its 20th call")
             rounds = min(ONCE, -(-(amount - short) // len(worlds)))
             for _ in range(rounds):
                 short += _stop_for_a_while(worlds, dice, report)
@@ -76,7 +77,11 @@ def run(amount: int, seed: int) -> Report:
 
 
 def _stop_for_a_while(worlds: list[World], dice: random.Random, report: Report) -> int:
-    """Stop a rank of each world for half the timeout, after which all go on; return how many were stopped."""
+    """Stop a rank of each world for half the timeout; check that all then go on.
+
+    Returns:
+        how many ranks were stopped.
+    """
     stopped = [dice.choice(world.ranks) for world in worlds]
     for child in stopped:
         child.signal(signal.SIGSTOP)
@@ -92,7 +97,11 @@ def _stop_for_a_while(worlds: list[World], dice: random.Random, report: Report) 
 
 
 def _stop_for_good(worlds: list[World], dice: random.Random, report: Report) -> list[float]:
-    """Stop a rank of each world until the others have given up; return by how many seconds each was late."""
+    """Stop a rank of each world until the others have given up.
+
+    Returns:
+        for each of the others, by how many seconds its timeout was late.
+    """
     chosen = [dice.randrange(world.n) for world in worlds]
     began = {}
     for world, number in zip(worlds, chosen, strict=True):
@@ -140,7 +149,16 @@ def _stop_for_good(worlds: list[World], dice: random.Random, report: Report) -> 
 
 
 def _names(number: int, words: str, outcome: dict[str, Any], texts: dict[int, str]) -> bool:
-    """Return whether an error names rank `number`, directly or through ranks that wait in messages for each other."""
+    """Return whether an error names the stopped rank `number`.
+
+    It may name that rank through others. If the error is that of a message, the rank that it names may have reported
+    that it waits for another rank.
+
+    Args:
+        words: how an error names the stopped rank.
+        outcome: the rank's error.
+        texts: the errors of all ranks that were not stopped.
+    """
     named, reported = set(outcome["ranks"]), [outcome["text"]]
     if re.search("recv from|send to", outcome["text"]):
         for _ in texts:
@@ -160,7 +178,7 @@ def work(fleet: Fleet, rank: int, backend: str, n: int) -> dict[str, Any]:
     outcome: dict[str, Any] = {"wrong": None, "kind": ""}
     try:
         for turn in range(1 << 30):
-            if turn == 2 * len(names):  # everything is made that the first use makes, which may take longer
+            if turn == 2 * len(names):  # first uses, which may take longer than the timeout, are over
                 dist.barrier()
                 group.timeout = TIMEOUT
             steps = CALLS[names[turn % len(names)]](rank, n, (7, 5000)[turn % 2], turn)

@@ -1,8 +1,9 @@
-"""Garbage to every port of a job: the store's server and the ranks' listeners must not fail, grow or accept it.
+"""Garbage is sent to every port of a job.
 
-There are a store, a client that measures the latency of its calls, two ranks that communicate over TCP, and a stranger
-that connects as fast as it can, from addresses all over 127.0.0.0/8, to every port on which one of them listens. The
-ranks are stopped for 0.25 s again and again, as on a loaded machine, so that connections queue at their listeners.
+The store's server and the ranks must not fail, grow or accept it. There are a store, a client that measures the latency
+of its calls, two ranks that communicate over TCP, and a stranger that connects as fast as it can, from addresses all
+over 127.0.0.0/8, to every port on which the store or a rank listens. The ranks are stopped for 0.25 s again and again,
+so that connections queue at their listeners, as on a loaded machine.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .fleet import Child, Fleet, resident_bytes
 from .report import Report, percentile
 
 MOST_BYTES = 8 << 20  # by which a process may grow
-_WARM = 2000  # connections until everything is made that the first use makes
+_WARM = 2000  # connections before memory is measured, so that allocations of first uses do not count
 _OPEN = 100  # connections that the stranger keeps open; then it closes the oldest
 _STORE, _CLIENT, _RANKS, _STRANGER = 0, 1, (2, 3), 4  # slots of the board
 _SAMPLES = 4000
@@ -101,7 +102,10 @@ def listening(pid: int) -> list[tuple[str, int]]:
 
 
 def _held(child: Child) -> tuple[int, dict[str, str]]:
-    """Return a process's memory and descriptors, without pidfds, which ranks open while they wait for others."""
+    """Return a process's memory and descriptors.
+
+    pidfds are left out, because ranks open them for a while when they wait for others.
+    """
     files, folder = dict[str, str](), f"/proc/{child.pid}/fd"
     for name in os.listdir(folder):
         with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
@@ -120,9 +124,10 @@ def _judge(name: str, before: _Held, after: _Held, report: Report) -> None:
 
 
 def _settled(child: Child, before: _Held) -> _Held:
-    """Return a process's resources while no group is made and the stranger's half-open connections are closed.
+    """Return a process's resources once they have settled.
 
-    That takes 15 s at most, because openings time out after 5 or 10 s.
+    That is when no group is being made and the stranger's connections are closed. The wait is 15 s at most, because
+    half-open connections time out after 5 or 10 s.
     """
     end = time.monotonic() + 15.0
     while len((held := _held(child))[1]) > len(before[1]) and time.monotonic() < end:
@@ -150,7 +155,7 @@ def serve(fleet: Fleet) -> None:
         fleet.turns[_STORE] = 1
         while not fleet.marks[_STRANGER]:
             time.sleep(0.05)
-        time.sleep(1.0)  # the ranks leave meanwhile
+        time.sleep(1.0)  # meanwhile the ranks, which still use the store, leave
 
 
 def call_store(fleet: Fleet, port: int) -> None:
@@ -166,7 +171,7 @@ def call_store(fleet: Fleet, port: int) -> None:
 
 
 def work(fleet: Fleet, rank: int, port: int) -> None:
-    """Reduce over TCP, and now and then make a group, which opens connections."""
+    """Reduce over TCP; in every 20th turn also make a group, which opens connections."""
     with TCPStore("127.0.0.1", port, timeout=30.0) as store:
         dist.init_process_group("tcp", None, 30.0, 2, rank, PrefixStore("job", store))
         over = False
@@ -186,7 +191,7 @@ def work(fleet: Fleet, rank: int, port: int) -> None:
 
 
 def knock(fleet: Fleet, addresses: list[tuple[str, int]], amount: int, seed: int) -> int:
-    """Connect `amount` times and send garbage; return over how many connections it was sent."""
+    """Connect `amount` times and send garbage; return how many connections took it."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     dice, left_open, sent = random.Random(seed), deque[socket.socket](), 0
     over = threading.Event()
@@ -225,7 +230,7 @@ def _starve(pids: Sequence[int], over: threading.Event) -> None:
 
 
 def _garbage(dice: random.Random) -> bytes:
-    """Return data of port scanners, browsers and fuzzers, or the begin of a rank's opening."""
+    """Return random bytes, another protocol's request, nothing, or a begun opening."""
     kind = dice.randrange(10)
     if kind < 3:
         return dice.randbytes(dice.randrange(1, 200))

@@ -1,8 +1,8 @@
 """Eight ranks are killed one after the other until one is left; after each kill the others shrink and go on.
 
-Two of three kills wait until the others have gone on; the other kills are random, and hit ranks while they shrink. The
-promises: the last rank keeps its memory; each new group is complete within a second of the error (three between hosts),
-without the time that the rank waits for a core; its reductions are right; and nothing is left.
+Two of three kills wait until the others have gone on; the third comes at a random moment, and may hit a rank while it
+shrinks. The promises: the last rank keeps its memory; each new group is complete within a second of the error (three
+between hosts), without the time that the rank waits for a core; its reductions are right; and nothing is left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TIMEOUT = 30.0
 
 
 def run(amount: int, seed: int) -> Report:
-    """Kill all but one of `amount` worlds."""
+    """Kill all ranks except one of each of `amount` worlds."""
     report, dice = Report(), random.Random(seed)
     took: dict[str, list[float]] = {backend: [] for backend in MOST}
     began, shrinks = time.monotonic(), 0
@@ -40,7 +40,7 @@ def run(amount: int, seed: int) -> Report:
             for rank in range(RANKS):
                 fleet.start(work, rank, backend, f"file://{fleet.folder}/meet")
             if not fleet.await_turns(range(RANKS), 3, TIMEOUT):
-                report.fail(f"{what}: not all ranks came as far as their third call")
+                report.fail(f"{what}: not all ranks reached their third call")
             for victim in order[:-1]:
                 if dice.random() < 2 / 3:
                     fleet.await_turns(order[-1:], int(fleet.turns[order[-1]]) + 2, TIMEOUT)
