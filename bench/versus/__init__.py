@@ -1,28 +1,31 @@
-"""`python -m fastcoll.bench --vs PEERS`: the same calls on fastcoll and on others, in turn.
+"""`python -m fastcoll.bench --vs PEERS`: fastcoll compared with other libraries.
 
-The command's half, with all of fastcoll:
-options    the command line
-command    from the options to the exit code
-peers      what can be compared, and where it lives; install makes environments for it
-launch     one side's ranks, started, watched and ended
-rounds     who runs when, and what their files say
-outcome    the times of all sides, their ratios
-targets    what is aimed at, and what a report misses
-tables, record, picture   what is printed, written and drawn
+A *peer* is another library. A *side* is a library whose calls are timed: fastcoll, a peer, or the *limit*, the machine
+without a library. A *cell* is one operation of one size.
 
-The ranks' half, which runs in the peer's own Python and so imports NumPy and nothing of fastcoll:
-start      the script that every rank runs
-plan       cells: operations, sizes and numbers of calls; the job as a file
-cells      the arrays of a cell, what goes in and what must come out
-pinning    where the threads of a rank run, the same for all sides
-loop       verify, warm up, measure
-single_copy  how often a library lets the kernel copy between processes
-limits     what the machine's own limit is, operation by operation
-sides/     how each side calls an operation
-probe      asked in a peer's Python: what is there
+These modules run in the command's process, and may import all of fastcoll:
+options    reads the command line
+command    runs a comparison, from the options to the exit code
+peers      finds the peers, and makes environments for them
+launch     starts, watches and ends the ranks of a side
+rounds     runs the sides in turn, and reads the files of their ranks
+outcome    has the times of all sides, and their ratios
+targets    has fastcoll's aims, and finds those that a report misses
+tables, record, picture   make what is printed, written and drawn
+
+These modules run in the ranks, in the peer's own Python, and so import NumPy and nothing of fastcoll:
+start      is the script that every rank runs
+plan       has the cells with their numbers of calls, and the job that is passed in a file
+cells      makes, fills and checks the arrays of a cell
+pinning    places the threads of a rank, in the same way for all sides
+loop       verifies, warms up and measures
+single_copy  counts how often a library lets the kernel copy between processes
+limits     lists the machine's limit for each operation
+sides/     calls the operations of each side
+probe      reports in a peer's Python which library it has
 """
 
 from pathlib import Path
 
-# `measuring` of fastcoll.bench needs NumPy alone. As a module of this package it needs no fastcoll, either.
+# `measuring` of fastcoll.bench needs only NumPy; ranks import it as a module of this package, without fastcoll.
 __path__.append(str(Path(__file__).resolve().parents[2] / "fastcoll" / "bench"))

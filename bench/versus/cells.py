@@ -1,6 +1,6 @@
-"""The arrays of a cell on one rank: made, filled so that every element shows its origin, and checked.
+"""Make, fill and check the arrays of a cell on one rank.
 
-Needs NumPy only. Roots are rank 0.
+Every element shows from which rank and position it comes. This module needs only NumPy. Every root is rank 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Array = NDArray[Any]
 
 
 class Buffers(NamedTuple):
-    """x is the input, out the output, which is x itself for in-place operations."""
+    """The input `x` and the output `out`, which is x itself for in-place operations."""
 
     x: Array
     out: Array
@@ -54,7 +54,7 @@ def ping_pong(rank: int, ranks: int, exchange: Exchange) -> Callable[[], Any]:
     """Return a round trip between a rank and its partner; a rank without one does nothing.
 
     Args:
-        exchange: makes for a partner a function that sends x to it and one that receives out from it.
+        exchange: returns for a partner a function that sends x to it, and one that receives out from it.
     """
     other = partner(rank, ranks)
     if other is None:
@@ -70,7 +70,10 @@ def ping_pong(rank: int, ranks: int, exchange: Exchange) -> Callable[[], Any]:
 
 
 def updated(x: Array, call: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a function that writes all of x, as programs do before they reduce it, and then calls."""
+    """Return a function that writes all of x and then makes the call.
+
+    Programs write an array before they reduce it.
+    """
     one = x.dtype.type(1)
 
     def both() -> None:
@@ -108,7 +111,10 @@ def _blocks(x: Array, blocks: int) -> list[Array]:
 
 
 Tiles = tuple[list[Tile], list[Tile]]
-"""What the blocks of x hold, and those of out must; no tiles: nothing to fill, nothing to check."""
+"""The contents of the blocks of x, and those that the blocks of out must have after the call.
+
+An empty list means that this rank has nothing to fill, or nothing to check.
+"""
 
 
 def _reduction(place: Place) -> Tiles:

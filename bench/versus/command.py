@@ -36,14 +36,15 @@ class Options:
 
     Attributes:
         peers: the libraries to compare with.
-        pythons: the Pythons of peers that the user names.
+        pythons: by peer, the Python that the user has given for it.
         install: whether to make environments for peers that are not found.
         sizes: the sizes in bytes.
         cores: the cores to which ranks are pinned in turn; empty: they are not pinned.
         scale: a factor for the number of batches.
-        seconds: a cell that would take longer gets fewer batches.
+        seconds: the most seconds for a cell in a round; a cell that would take longer gets fewer batches.
         backend: fastcoll's backend.
-        json, plots, results, name: where the results go.
+        json, plots, results: the files, pictures and folder to which the results are written.
+        name: the name of the page in that folder.
         command: the command line.
     """
 
@@ -67,7 +68,7 @@ class Options:
 
 
 def parse_operation(name: str) -> str:
-    """Return the operation of a comparison that `name` means; `-` and `_` are equivalent.
+    """Return the operation that `name` names; `-` and `_` are equivalent.
 
     Raises:
         UsageError: there is no such operation.
@@ -110,7 +111,7 @@ def compare(options: Options) -> int:
 
 
 def look_for(options: Options) -> list[Found]:
-    """Return the peers that are found; print which, and how to get the others."""
+    """Return the peers that are found; print them, and how to get the others."""
     found = []
     for peer in options.peers:
         if peer.lacks.issuperset(options.operations):
@@ -156,7 +157,7 @@ def make_contenders(options: Options, found: Sequence[Found]) -> list[Contender]
 
 
 def plan(options: Options) -> list[Cell]:
-    """Return fastcoll's job."""
+    """Return the cells of fastcoll's job."""
     itemsize = np.dtype(options.dtype).itemsize
     cores = _shared_cores(options)
     return list(cells(options.operations, options.sizes, itemsize, options.ranks, cores, options.scale))
@@ -234,7 +235,10 @@ def _body(comparison: Comparison) -> list[str]:
 
 @contextmanager
 def _ended_like_interrupted() -> Iterator[None]:
-    """Have SIGTERM end the ranks and remove the files as Ctrl-C does."""
+    """Let SIGTERM raise KeyboardInterrupt.
+
+    Then it ends the ranks and removes the files as Ctrl-C does.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

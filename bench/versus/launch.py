@@ -30,7 +30,10 @@ _SHOWN_LINES = 40
 
 
 class SideFailedError(FastcollError):
-    """The ranks of a side failed; the message has the rank, the call that it made, and the stderr of the side."""
+    """The ranks of a side failed.
+
+    The message has the call of each rank, and the stderr of the side.
+    """
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Launch:
     Attributes:
         side: the side's name, a key of `loop.SIDES`.
         words: the command; its last argument is the job's folder.
-        shown: the relevant part of the command, without this machine's paths.
+        shown: the part of the command that results show, without this machine's paths.
     """
 
     side: str
@@ -49,12 +52,12 @@ class Launch:
 
 
 def ours(side: str, ranks: int) -> Launch:
-    """Return fastcoll's side, or the limit's, in this Python."""
+    """Return the command for fastcoll or the limit, in this Python."""
     return Launch(side, (*_launcher(ranks), str(_START), side), _LAUNCHED.format(ranks))
 
 
 def peers(found: Found, ranks: int, cores: int) -> Launch:
-    """Return a peer's side, in its own Python."""
+    """Return the command for a peer, in its own Python."""
     name = found.peer.name
     worker = (str(found.python), str(_START), name)
     if not found.peer.is_mpi:
@@ -100,19 +103,25 @@ def _launcher(ranks: int) -> tuple[str, ...]:
 
 
 def _open_mpi_options(ranks: int, cores: int) -> Sequence[str]:
-    """Return options for Open MPI: ranks pin themselves, and waiting ranks yield if they share a core."""
+    """Return options for Open MPI.
+
+    mpiexec pins no ranks, because ranks pin themselves, and waiting ranks yield if they share a core.
+    """
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     crowded = ["--mca", "mpi_yield_when_idle", "1"] if ranks > cores else []
     return [*root, "--bind-to", "none", "--oversubscribe", *crowded]
 
 
 def _tied() -> list[str]:
-    """Return a command whose launcher ends when this process is killed."""
+    """Return the beginning of a command that is ended when this process is killed."""
     return [sys.executable, lifeline.__file__, str(os.getpid())]
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Return the environment of all sides: one thread per rank, and temporary files in a folder that is removed."""
+    """Return the environment of all sides.
+
+    Ranks have one thread for computing, and temporary files go to `folder`, which is removed.
+    """
     return {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", **os.environ, "TMPDIR": str(folder)}
 
 
@@ -148,7 +157,7 @@ def _blame(launch: Launch, job: Job, folder: Path, end: str) -> str:
 
 
 def _place(job: Job, folder: Path, rank: int) -> str:
-    """Return where a rank was when it ended."""
+    """Return in which cell a rank was when it ended, in words."""
     lines = _read(folder / f"{rank}.jsonl")
     if not lines:
         return "had not joined the others"

@@ -1,7 +1,9 @@
 """The machine's own limit for each operation.
 
-All ranks run a limit at once, on their cores, repeatedly over arrays of the operation's size. So the arrays are in the
-caches if those of the operation are. S is the size (bytes of the larger of input and output), n the number of ranks.
+A *limit* is the least work on memory that a rank must do in an operation, without any communication. All ranks run it
+at once, on their cores, repeatedly over arrays of the operation's size. So the arrays are in the caches if those of the
+operation are. S is the size (bytes of the larger of input and output), n the number of ranks. Each limit is followed by
+its operations:
 
 stream      `np.multiply(x, 1, out=x)`: read and write S
             all_reduce, reduce, custom
@@ -15,8 +17,8 @@ copy_part   copy S/n, which the busiest rank must write
 A copy is the faster of two: NumPy's, which is libc's memcpy, and fastcoll's with non-temporal stores past the caches
 (`copy_past`, `copy_part_past`).
 
-A barrier has no limit. Below LIMIT_FROM no limit is shown, because it would be NumPy's time for a call. With more ranks
-than cores, the limit is a rank's CPU time times the ranks per core, because they share the core.
+A barrier has no limit. Below LIMIT_FROM no limit is shown, because it would be mostly the time of NumPy's call. With
+more ranks than cores, the limit is a rank's CPU time times the ranks per core, because they share the core.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ LIMITS_OF: dict[str, tuple[str, ...]] = {
     "send_recv": _COPY,
     "scatter": ("copy_part", "copy_part_past"),
 }
-"""The limits of an operation, of which the fastest counts."""
+"""The limits of each operation; the fastest counts."""
 
-LIMIT_FROM = 32 << 10  # bytes; of the 2 us for 32 KiB, NumPy's call takes 0.3 us
+LIMIT_FROM = 32 << 10  # bytes; for 32 KiB a limit is 2 us, of which NumPy's call takes 0.3 us
 
 
 def limit_cells(cells: Iterable[Cell]) -> list[Cell]:

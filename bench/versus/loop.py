@@ -1,7 +1,7 @@
-"""The loop that every rank of every side runs: the same arrays, calls, checks and clock. NumPy only.
+"""The loop of every rank of every side: the same arrays, calls, checks and clock.
 
-A rank writes lines of JSON to `FOLDER/RANK.jsonl`: first its description, then each cell at its begin and its end. So
-the process that started it can see where a failed rank was.
+It needs only NumPy. A rank writes lines of JSON to `FOLDER/RANK.jsonl`: first one that describes the rank, then one at
+the beginning and one at the end of each cell. So the process that started the rank can see where a failed rank was.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ SIDES = {
     "openmpi-tcp": "mpi",
     "mpich": "mpi",
 }
-"""The module of `sides` that speaks for a side."""
+"""For each side the module of `sides` that calls its library."""
 
-_WARM_UP = 12  # the least number of calls on every side, after which libraries that tune themselves are tuned
+_WARM_UP = 12  # least calls before the timing; libraries that tune themselves are tuned by then
 _FEWEST_BATCHES = 3
 _SINGLES = 200  # calls of a round that are timed one by one
 
 
 class Side(Protocol):
-    """A library whose ranks have joined; made by `join(job, folder)` of its module.
+    """A library whose ranks have joined.
+
+    It is made by `join(job, folder)` of the side's module.
 
     Attributes:
         rank: this process's rank.
-        library: its name and version.
+        library: the library's name and version.
     """
 
     rank: int
@@ -57,7 +59,7 @@ class Side(Protocol):
         """Return the largest of all ranks' numbers."""
 
     def memory(self, operation: str) -> AbstractContextManager[Any]:
-        """Return the module that makes the operation's arrays."""
+        """Return a context in which the operation's arrays are made."""
 
     def call(self, operation: str, buffers: Buffers) -> Call:
         """Return the timed call: the operation on these arrays, root 0, in the library's fastest form."""
@@ -88,12 +90,18 @@ def main(name: str, folder: Path) -> None:
 
 def rank_in_environment() -> int:
     """Return this process's rank from the variables of its launcher, before the library is imported."""
-    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")  # mpiexec passes on a RANK that it has inherited
+    # RANK is last, because it may be that of mpiexec, which passes it on to the ranks.
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
     return int(next(os.environ[name] for name in names if name in os.environ))
 
 
 def _measure(side: Side, call: Call, cell: Cell, job: Job) -> dict[str, Any]:
-    """Return this rank's median seconds per call over batches, the number of batches, and times of single calls."""
+    """Time a cell's calls in batches and one by one.
+
+    Returns:
+        fields of the cell's last line: `seconds` is this rank's median seconds per call over `batches` batches, and
+        `singles` has the seconds of single calls.
+    """
     batches = _affordable(side, call, cell, job.seconds)
     place_threads(job.cores, side.rank)
     with no_collector():
@@ -115,17 +123,20 @@ def _median(call: Call, cell: Cell, batches: int, job: Job) -> float:
     would not include the time of all ranks.
     """
     plan = Schedule(batches, cell.calls)
-    # The ranks use their core one after the other, each for this long.
+    # The ranks use their core one after the other, each for this CPU time.
     if job.crowding > 1 and cell.operation in LIMITS:
         return time_batches(call, plan, cpu_time=True).median * job.crowding
-    # Ranks run ahead, and then wait long but rarely.
+    # Some ranks run ahead of the others for many batches, and then wait in one batch for long.
     if job.crowding > 1 and (SHAPES | LIMITS)[cell.operation].rooted:
         plan = Schedule(1, batches * cell.calls)
     return time_batches(call, plan).median
 
 
 def _time_singly(call: Call, number: int) -> NDArray[np.float64]:
-    """Return the seconds of each of some calls: a batch's mean hides slow calls. The clock adds 0.1 us."""
+    """Return the seconds of each of `number` calls.
+
+    A batch would hide single slow calls. Reading the clock adds 0.1 us to each call.
+    """
     marks = np.empty(number + 1, np.int64)
     marks[0] = perf_counter_ns()
     for index in range(1, number + 1):
@@ -135,7 +146,11 @@ def _time_singly(call: Call, number: int) -> NDArray[np.float64]:
 
 
 def _count(side: Side, call: Call, counter: Callable[[], int]) -> dict[str, Any]:
-    """Return the mean number of single copies between processes in this rank's part of a call, after a warm-up."""
+    """Count this rank's single copies (see `single_copy`) in calls after a warm-up.
+
+    Returns:
+        the mean number per call, as a field of the cell's last line.
+    """
     estimate(call, _WARM_UP)
     side.barrier()
     before = counter()
@@ -157,7 +172,10 @@ def _verify(side: Side, cell: Cell, call: Call, buffers: Buffers, place: Place) 
 
 
 def _affordable(side: Side, call: Call, cell: Cell, limit: float) -> int:
-    """Run two batches as a warm-up; return how many batches the second allows, the same number on all ranks."""
+    """Run two batches as a warm-up; return how many batches fit into `limit` seconds.
+
+    The number follows from the second batch's time on the slowest rank, so it is the same on all ranks.
+    """
     estimate(call, max(cell.calls, _WARM_UP))
     side.barrier()
     batch = side.slowest(estimate(call, cell.calls) * cell.calls)

@@ -23,10 +23,10 @@ _SECONDS = 5.0
 _EPILOG = f"""
 operations: {", ".join(OPERATIONS)} (all of these when none is given); and {", ".join(UPDATES)}
 
-The same calls are timed on fastcoll and on other libraries, in turn, beside the machine's own limit. A size is the
-bytes of the larger of input and output.
+The same calls are timed on fastcoll and on other libraries, in turn, and compared with the machine's own limit. A size
+is the bytes of the larger of input and output.
 
-exit code: 0 done; 1 a side failed; 2 the command line cannot be, or none of the peers is there.
+exit code: 0 done; 1 a side failed; 2 the command line is invalid, or no peer was found.
 """
 
 
@@ -69,18 +69,18 @@ def _add_options(add: Callable[..., Any]) -> None:
     add(
         "--install-peers",
         action="store_true",
-        help="make environments in the user's cache for the peers that are nowhere",
+        help="make environments in the user's cache for the peers that are not found",
     )
-    add("--rounds", type=positive(int), default=5, metavar="N", help="turns that each side has (default: 5)")
+    add("--rounds", type=positive(int), default=5, metavar="N", help="runs of each side (default: 5)")
     add(
         "--scale",
         type=positive(float),
         default=1.0,
         metavar="X",
-        help="of the number of calls; smaller is shorter",
+        help="a factor for the number of calls (default: 1)",
     )
     add("--results", type=Path, metavar="FOLDER", help="write the tables there, as DATE-NAME.md")
-    add("--name", help="of that page (default: the operation and the number of ranks)")
+    add("--name", help="the NAME in that file's name (default: the operation and the number of ranks)")
 
 
 def _options_of(given: argparse.Namespace, words: Sequence[str]) -> Options:
@@ -112,7 +112,7 @@ def _options_of(given: argparse.Namespace, words: Sequence[str]) -> Options:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """Return the command in a form that others can repeat, without the paths of this machine's environments."""
+    """Return the command without the paths of this machine's environments."""
     names = [re.sub(rf"^((?:--peer-python=)?(?:{'|'.join(PEERS)}))=.*", r"\1=PYTHON", word) for word in words]
     return f"python -m fastcoll.bench {shlex.join(names)}"
 

@@ -1,4 +1,4 @@
-"""The times of all sides, and figures derived from them: medians, ratios, the share of the limit."""
+"""The times of all sides, and medians and ratios that are derived from them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class SideTimes:
         library: its name and version, as the library reports it.
         where: the Python that it ran in.
         command: the command that started it.
-        placed: each rank's cores: of its calling thread, and of the library's threads.
-        seconds: by round, the seconds of a call: the slowest rank's median over batches.
-        singles: by rank, the seconds of calls that were timed one by one, of all rounds.
-        batches: the number of timed batches, the fewest of all rounds.
-        copies: the single copies between processes by all ranks in a call; None: they could not be counted.
+        placed: each rank's cores: those of its calling thread, and those of the library's threads.
+        seconds: for each round, the seconds of a call: the slowest rank's median over batches.
+        singles: for each rank, the seconds of calls that were timed one by one, in all rounds.
+        batches: the number of timed batches, in the round that had the fewest.
+        copies: the number of single copies between processes by all ranks in a call; None: they could not be counted.
     """
 
     name: str
@@ -69,11 +69,11 @@ class SideTimes:
 
 @dataclass
 class Comparison:
-    """One run.
+    """The results of one comparison.
 
     Attributes:
         sides: fastcoll first, then the peers in the requested order.
-        limit: the machine's own times, by limit and size.
+        limit: the times of the limits (see `limits`), by limit and size.
         backend: the requested backend of fastcoll.
         planned: batches and calls for each cell.
         failed: messages about sides that failed and were left out.
@@ -94,7 +94,7 @@ class Comparison:
 
     @property
     def peers(self) -> list[SideTimes]:
-        """All sides but fastcoll."""
+        """All sides except fastcoll."""
         return self.sides[1:]
 
     def operations(self) -> list[str]:
@@ -106,7 +106,7 @@ class Comparison:
         return [size for name, size in self.planned if name == operation]
 
     def ours(self, key: Key) -> float:
-        """Return fastcoll's seconds."""
+        """Return fastcoll's median seconds per call."""
         seconds = self.sides[0].typical(key)
         assert seconds is not None
         return seconds
@@ -128,7 +128,7 @@ class Comparison:
         return geometric_mean(known) if known else None
 
     def limit_seconds(self, key: Key) -> float | None:
-        """Return the machine's own time; None for a barrier, and where it would be the time of NumPy's call."""
+        """Return the machine's own time; None for a barrier or a size below LIMIT_FROM."""
         operation, size = key
         if size < LIMIT_FROM:
             return None
@@ -136,19 +136,19 @@ class Comparison:
         return min((seconds for seconds in known if seconds is not None), default=None)
 
     def over_limit(self, key: Key) -> float | None:
-        """Return fastcoll's time over the machine's own."""
+        """Return the ratio of fastcoll's time to the machine's own."""
         limit = self.limit_seconds(key)
         return None if limit is None else self.ours(key) / limit
 
     def ordinary_over_shared(self, key: Key) -> float | None:
-        """Return fastcoll's time on ordinary arrays over that on arrays in shared pages."""
+        """Return fastcoll's time on ordinary arrays / that on arrays in shared pages."""
         ordinary, shared = UPDATES
         if key[0] != shared or (ordinary, key[1]) not in self.planned:
             return None
         return self.ours((ordinary, key[1])) / self.ours(key)
 
     def shortened(self) -> list[tuple[str, Key]]:
-        """Return the sides that made fewer calls, to save time, and their cells."""
+        """Return the sides and cells with fewer calls than planned, made to save time."""
         return [
             (side.label, key)
             for side in self.sides
@@ -178,7 +178,10 @@ def write_json(path: Path, comparison: Comparison) -> None:
 
 
 def document(comparison: Comparison) -> dict[str, Any]:
-    """Return everything, with every round's times, for JSON; `targets` reads it."""
+    """Return the comparison as an object for JSON, which `targets` reads.
+
+    It has every round's times.
+    """
     return {
         "version": 2,
         "kind": "versus",

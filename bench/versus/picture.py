@@ -117,7 +117,7 @@ def _duration(micros: float) -> str:
 
 
 def _legend(figure: Any) -> None:
-    """Return each label once, from all panels."""
+    """Add a legend that has each label of all panels once."""
     found: dict[str, Any] = {}
     for panel in figure.axes:
         handles, labels = panel.get_legend_handles_labels()

@@ -1,10 +1,10 @@
-"""Where the threads of a rank run: one rule for every side of every comparison. Standard library only.
+"""Where the threads of a rank run: one rule for every side of every comparison.
 
-The calling thread is pinned to its rank's core before the library starts, because a library may choose how to wait by
-the cores that it finds. The threads that a library starts may use all of the ranks' cores: with Gloo's threads pinned
-to one core, its small messages took up to three times as long.
+The calling thread is pinned to its rank's core before the library starts, because a library may choose by the cores
+that it finds how its ranks wait. The threads that a library starts may use all of the ranks' cores: with Gloo's threads
+pinned to one core, small messages took up to three times as long.
 
-Without given cores, no thread is pinned.
+If no cores are given, no thread is pinned. This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def place_threads(cores: Sequence[int], rank: int) -> dict[str, list[int]]:
     """Give all other threads of this process all of the ranks' cores, and check the placement of all threads.
 
     Returns:
-        the cores of the calling thread (`caller`), and of all others together (`others`, empty if there are none).
+        the cores of the calling thread (`caller`), and those of all other threads together (`others`).
 
     Raises:
         RuntimeError: a thread may run elsewhere, because the library has moved it.

@@ -1,7 +1,7 @@
-"""The work of a side: cells of operations and sizes with their numbers of calls, as pure data. NumPy only.
+"""The work of a side: cells of operations and sizes, with their numbers of calls.
 
 The numbers of calls are the same for all sides. They are chosen so that a batch of the fastest side is long enough for
-the clock, and all cells of the slowest side take a minute.
+the clock, and all cells of the slowest side take a minute. This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 
 DEFAULT_SIZES = tuple(1 << power for power in (3, 10, 12, 15, 18, 20, 22, 24, 26))
 
-_CALLS = 40  # a batch of the smallest calls, of about 0.5 us
-_BATCHES = 30  # per round, so five rounds are 150 calls at least
-_BATCH_BYTES = 1 << 20
+_CALLS = 40  # in a batch of the smallest calls, which take about 0.5 us
+_BATCHES = 30  # per round, so five rounds have at least 150 calls
+_BATCH_BYTES = 1 << 20  # most bytes of the calls of a batch together, if it has more than one call
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Shape:
         x: the input.
         out: the output; None: it replaces x.
         split: whether the whole consists of one part per rank.
-        rooted: whether some ranks do not need all others.
-        calls_in_time: the time of a call over the reported time; 2 for a round trip, of which half is reported.
+        rooted: whether a rank may finish the operation before all others have begun it.
+        calls_in_time: by what the time of a call is divided; 2 for a round trip, of which half is reported.
     """
 
     x: str
@@ -66,7 +66,10 @@ LIMITS: dict[str, Shape] = {
     "copy_part_past": Shape("part", "part"),
 }
 UPDATES = ("update_all_reduce", "update_shared_all_reduce")
-"""Run when they are named: x *= 1, then all_reduce. In the second fastcoll's x lies in shared pages."""
+"""Operations that run only if they are named: x *= 1, then all_reduce.
+
+In the second, fastcoll's x is in shared pages.
+"""
 OPERATIONS = tuple(operation for operation in SHAPES if operation not in UPDATES)
 DTYPES = ("float32", "float64", "int8", "uint8", "int32", "int64")
 
@@ -77,9 +80,9 @@ class Cell:
 
     Attributes:
         operation: a key of SHAPES or LIMITS.
-        count: the number of elements of the whole.
-        size: its bytes, those of the larger of input and output.
-        batches, calls: how many batches of how many calls are timed.
+        count: the number of elements of the larger of input and output.
+        size: its number of bytes.
+        batches, calls: the number of timed batches, and the number of calls in a batch.
     """
 
     operation: str
@@ -98,8 +101,8 @@ class Job:
         ranks: the number of ranks.
         dtype: a name of DTYPES.
         cores: rank r is pinned to `cores[r % len(cores)]`; empty: no rank is pinned.
-        crowding: ranks per core; with more than 1 they share it.
-        seconds: a cell that would take longer gets fewer batches.
+        crowding: ranks per core; if it is more than 1, ranks share cores.
+        seconds: the most seconds for a cell; a cell that would take longer gets fewer batches.
         backend: fastcoll's backend.
         counted: whether to count each cell's single copies (see `single_copy`) instead of measuring.
     """
@@ -128,7 +131,9 @@ def read_job(folder: Path) -> Job:
 def cells(
     operations: Sequence[str], sizes: Sequence[int], itemsize: int, ranks: int, cores: int, scale: float
 ) -> Iterator[Cell]:
-    """Return the cells of a run; sizes are rounded up to whole elements per rank, and equal sizes are taken once.
+    """Return the cells of a run.
+
+    Sizes are rounded up to whole elements per rank; sizes that are then equal are used once.
 
     Args:
         cores: the number of cores; with more ranks than cores, fewer calls are made.
@@ -145,7 +150,8 @@ def schedule(size: int, scale: float, crowding: float = 1.0) -> tuple[int, int]:
     """Return the number of batches, and of calls per batch, for `size` bytes.
 
     Args:
-        crowding: ranks per core. Sharing a core lengthens a call by more than this factor.
+        crowding: ranks per core; the number of calls is divided by it. If ranks share a core, a call takes longer by
+            more than this factor.
     """
     calls = max(1, min(_CALLS, _BATCH_BYTES // max(1, size)) // round(crowding))
     return max(3, round(scale * _BATCHES)), calls

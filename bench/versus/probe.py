@@ -1,6 +1,7 @@
-"""Run in a peer's Python (`probe.py PEER`): print the library that is found as JSON, or exit with the reason.
+"""Run in a peer's Python (`probe.py PEER`): print as JSON which library it has.
 
-Standard library only. MPI is loaded but not initialized.
+If it has none, exit with the reason. This script needs only the standard library and the peer. MPI is loaded but not
+initialized.
 """
 
 from __future__ import annotations

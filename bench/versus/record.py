@@ -55,13 +55,13 @@ def facts(comparison: Comparison) -> list[str]:
         f"({machine['usable_cores']} usable), {machine['kernel']}",
         f"- Ranks: {comparison.ranks}, {placement(comparison)}",
         f"- Software: {libraries}; Python {machine['python']}, NumPy {machine['numpy']}, Numba {machine['numba']}",
-        f"- Method: median of {comparison.rounds} rounds, the sides in turn, their order turned round each time; in a "
-        "round the slowest rank's median over batches of calls, one call verified first; in brackets the slowest "
+        f"- Method: median of {comparison.rounds} rounds, the sides in turn, in every second round in reverse order; "
+        "in a round the slowest rank's median over batches of calls, one call verified first; in brackets the slowest "
         "rank's 99th percentile of single calls of all rounds",
         f"- Calls: {calls(comparison)}",
         "- Limit: what NumPy alone reaches, for copies the faster of memcpy and non-temporal stores, all ranks at once "
         "on the same cores, in the same rounds",
-        "- Missed: aims that a cell does not reach, as `bench/versus/targets.py` has them",
+        "- Missed: the aims in `bench/versus/targets.py` that a cell does not reach",
         f"- Command: `{comparison.command}`",
         *(f"- {side.label}: `{side.command}`" for side in comparison.sides),
     ]
@@ -75,7 +75,7 @@ def placement(comparison: Comparison) -> str:
 
 
 def calls(comparison: Comparison) -> str:
-    """Return how many calls a round times."""
+    """Return how many batches of how many calls a round times, by size."""
     schedules = {size: plan for (_, size), plan in comparison.planned.items()}
     return ", ".join(
         f"{batches} × {calls} {f'of {format_size(size)}' if size else 'without data'}"

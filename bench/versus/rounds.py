@@ -15,7 +15,7 @@ from .outcome import LIMIT, MPIS, OURS, SideTimes
 from .plan import Cell, Job
 
 _START_SECONDS = 60
-_CELL_FACTOR = 4  # checks, fills and warm-up take as long as the timed calls
+_CELL_FACTOR = 4  # of the timed calls' time; checks, fills and warm-up together take as long as these
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def order(contenders: Sequence[Contender], number: int) -> list[Contender]:
 
 
 def run_rounds(contenders: Sequence[Contender], rounds: int) -> list[str]:
-    """Run all rounds; a peer that fails is left out from then on.
+    """Run all rounds; leave a peer out after it has failed.
 
     Returns:
         messages about the peers that failed.
@@ -73,7 +73,10 @@ def run_once(contender: Contender) -> None:
 
 
 def count_copies(contenders: Sequence[Contender]) -> None:
-    """Run fastcoll and each MPI once more, and count single copies between processes; Gloo sends over TCP."""
+    """Run fastcoll and each MPI once more, and count their single copies.
+
+    Gloo makes no copies between processes, because it sends over TCP.
+    """
     for contender in contenders:
         if contender.launch.side not in (OURS, *MPIS):
             continue
@@ -94,7 +97,7 @@ def count_copies(contenders: Sequence[Contender]) -> None:
 def ends_of(
     cells: Sequence[Cell], results: Sequence[Sequence[dict[str, Any]]]
 ) -> list[tuple[Cell, list[dict[str, Any]]]]:
-    """Return each cell with the lines of all ranks at its end."""
+    """Return each cell with the lines that the ranks wrote at its end."""
     ends = [{line["ends"]: line for line in lines if "ends" in line} for lines in results]
     return [(cell, [rank[number] for rank in ends]) for number, cell in enumerate(cells)]
 

@@ -1,9 +1,10 @@
-"""Count how often a library copies directly between two processes by a system call.
+"""Count how often a library copies between two processes by a system call.
 
-A seccomp filter passes each `process_vm_readv` and `process_vm_writev` of this process and its threads to a child that
-counts the call and lets it proceed. It needs Linux 5.5 or later, but no privileges, no debugger, and no support of the
-library. It costs some microseconds per copy, so it has a separate run. XPMEM and KNEM copy once without these calls;
-their devices show whether they are available.
+Such a copy is called a *single copy*. A seccomp filter passes each `process_vm_readv` and `process_vm_writev` of this
+process and its threads to a child that counts the call and lets it proceed. The filter needs Linux 5.5 or later, but no
+privileges, no debugger, and no support by the library. It costs some microseconds per copy, so copies are counted in a
+separate run. XPMEM and KNEM make single copies without these system calls; their devices show whether they are
+available.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _CONTINUE = 1
 
 
 def devices() -> list[str]:
-    """Return the other single-copy mechanisms of this machine."""
+    """Return the other mechanisms for single copies that this machine has."""
     return [name for name in ("xpmem", "knem") if Path("/dev", name).exists()]
 
 
@@ -50,7 +51,7 @@ def count() -> Callable[[], int]:
     program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(code))
     listener = libc.syscall(seccomp, _SET_MODE_FILTER, _NEW_LISTENER, ctypes.create_string_buffer(program))
     if listener < 0:
-        raise OSError(ctypes.get_errno(), "seccomp with a listener is not to be had here")
+        raise OSError(ctypes.get_errno(), "a seccomp filter with a listener is not allowed here")
     total = mmap.mmap(-1, 8)
     if os.fork() == 0:
         try:
@@ -63,7 +64,11 @@ def count() -> Callable[[], int]:
 
 
 def _filter(arch: int, readv: int, writev: int) -> ctypes.Array[ctypes.c_char]:
-    """Classic BPF over `struct seccomp_data`: the system call's number at 0, the architecture at 4."""
+    """Return a classic BPF program that notifies the listener of two system calls.
+
+    It allows all others. It reads `struct seccomp_data`, which has the system call's number at 0 and the architecture
+    at 4.
+    """
     steps = [
         (_LOAD, 0, 0, 4),
         (_JUMP_IF_EQUAL, 0, 4, arch),
@@ -77,7 +82,7 @@ def _filter(arch: int, readv: int, writev: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def _serve(listener: int, total: mmap.mmap) -> None:
-    """Run the child: count calls and let them proceed; it ends with its parent."""
+    """Run the child: count system calls and let them proceed, until the parent ends."""
     number = 0
     while True:
         note = bytearray(_NOTE_BYTES)

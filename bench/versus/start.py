@@ -5,7 +5,8 @@ from pathlib import Path
 
 if __name__ == "__main__":
     bench = Path(__file__).resolve().parents[1]
-    # Not this folder, because its modules are not top-level; only fastcoll's side imports fastcoll.
+    # These two folders replace this script's folder, whose modules are not top-level. The second is for fastcoll, which
+    # only its own side imports.
     sys.path[:1] = [str(bench), str(bench.parent)]
     from versus.loop import main
 

@@ -15,11 +15,11 @@ from .targets import Missed, missed, sign
 _NOTHING = "–"
 _AGAINST = (("best MPI", MPIS), ("Gloo", GLOO))
 _COUNTED = "Single copies (process_vm_readv and process_vm_writev, counted in a run of their own; "
-_MOSTLY = 0.5  # single copies per call; in other calls fastcoll may try another algorithm
+_MOSTLY = 0.5  # single copies per call, not 1, because fastcoll may try another algorithm in some calls
 
 
 def headings(comparison: Comparison) -> list[str]:
-    """Return the columns of this run."""
+    """Return the headings of a table's columns."""
     names = [side.name for side in comparison.peers]
     titles = ["size", *(f"{side.label}, µs (p99)" for side in comparison.sides)]
     titles += [f"{title} / fastcoll (p99)" for title, of in _AGAINST if set(of) & set(names)]
@@ -27,7 +27,10 @@ def headings(comparison: Comparison) -> list[str]:
 
 
 def rows(comparison: Comparison, operation: str) -> list[list[str]]:
-    """Return an operation's cells in the order of `headings`; below several rows, the geometric means of the ratios."""
+    """Return an operation's rows, with the columns of `headings`.
+
+    Several rows are followed by one with the geometric means of the ratios.
+    """
     keys = [(operation, size) for size in comparison.sizes(operation)]
     aims = misses(comparison)
     found = [_row(comparison, key, [one for one in aims if one[:2] == key]) for key in keys]
@@ -83,14 +86,17 @@ def misses(comparison: Comparison) -> list[Missed]:
 
 
 def single_copies(comparison: Comparison) -> str:
-    """Return where fastcoll and each MPI copy once between processes."""
+    """Return sentences that say where fastcoll and each MPI make single copies.
+
+    They name operations and sizes.
+    """
     others = single_copy.devices()
     parts = [f"{side.label}: {_copying(side)}" for side in comparison.sides if side.name in (OURS, *MPIS)]
     return f"{_COUNTED}{' and '.join(others) or 'no XPMEM, no KNEM'} here). {'. '.join(parts)}."
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Return notes: the sides that failed, and cells with other numbers of calls."""
+    """Return notes on sides that failed, and on cells with fewer calls than planned."""
     fewer: dict[str, list[str]] = {}
     for label, (operation, size) in comparison.shortened():
         fewer.setdefault(label, []).append(f"{operation} {format_size(size) if size else ''}".strip())
@@ -128,12 +134,12 @@ def _overall(comparison: Comparison) -> list[str]:
 
 
 def _present(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Return the peers of ratios that ran."""
+    """Return the groups of peers in _AGAINST of which at least one ran."""
     return [names for _, names in _AGAINST if set(names) & {side.name for side in comparison.peers}]
 
 
 def _copying(side: SideTimes) -> str:
-    """Return a side's operations by the sizes at which most calls copy once."""
+    """Return, as text, the cells of a side in which most calls make a single copy."""
     if side.copies is None:
         return "not to be seen here"
     by_sizes: dict[str, list[str]] = {}

@@ -1,9 +1,9 @@
-"""The table of fastcoll's aims, and the aims that a run misses: pure functions over the JSON of its report.
+"""The table of fastcoll's aims, and the aims that a report misses.
 
     PYTHONPATH=bench python -m versus.targets versus.json torch.json ...      # missed aims as a Markdown table
 
-Reports are those of `--vs`, bench/torch_backend.py, bench/torch_ddp.py and `--first-calls`. An aim is a factor for each
-of its cells, or for their geometric mean.
+A report is a JSON file of `--vs`, bench/torch_backend.py, bench/torch_ddp.py or `--first-calls`. An aim is a factor
+that each of its cells should reach, or the geometric mean of these cells.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Target(NamedTuple):
     """One aim.
 
     Attributes:
-        run: the kind of its runs, as returned by `kind`.
+        run: the kind of reports to which it applies, as returned by `kind`.
         operations: its operations; empty: all.
         sizes: the smallest and the largest of its sizes, in bytes.
         value: a key of VALUES.
@@ -91,7 +91,10 @@ TARGETS = (
 
 
 def missed(report: Report) -> list[Missed]:
-    """Return the aims that a report misses; of several for one value of a cell, the hardest."""
+    """Return the aims that a report misses.
+
+    If several apply to one value of a cell, only the hardest is returned.
+    """
     found: dict[tuple[str, int | None, str], Missed] = {}
     for target in (target for target in TARGETS if target.run == kind(report)):
         for one in _missed(target, report["results"]):
@@ -111,7 +114,7 @@ def kind(report: Report) -> str:
 
 
 def sign(value: str) -> str:
-    """Return the comparison of value and aim if the aim is reached."""
+    """Return the sign between a value and its aim when the aim is reached."""
     return "≤" if value in _AT_MOST else "≥"
 
 

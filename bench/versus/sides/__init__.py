@@ -1,1 +1,4 @@
-"""How each side calls an operation: a module a library, with `join(job, folder)` (see `loop.Side`)."""
+"""How each side calls an operation: one module per library.
+
+Each has a function `join(job, folder)`, which returns a `loop.Side`.
+"""

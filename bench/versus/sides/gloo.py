@@ -70,7 +70,10 @@ class Gloo:
         self._dist.destroy_process_group()
 
     def _named(self, name: str, earlier: str) -> Any:
-        """torch 2.13 has renamed some operations and warns at the earlier names."""
+        """Return an operation by its new name, or by its earlier name if torch is older.
+
+        torch 2.13 has renamed some operations, and warns of the earlier names.
+        """
         return getattr(self._dist, name, None) or getattr(self._dist, earlier)
 
     def _parts(self, whole: Any) -> list[Any]:
@@ -78,6 +81,6 @@ class Gloo:
 
 
 def join(job: Job, folder: Path) -> Gloo:
-    """On the loopback interface: all ranks are on this machine."""
+    """Join the ranks over the loopback interface: all are on this machine."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return Gloo(job, folder)

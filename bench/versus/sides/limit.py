@@ -1,6 +1,6 @@
-"""What the machine gives without any library: NumPy's sweeps, and a copy past the caches, which NumPy does not have.
+"""The limits: work on memory without communication, done by NumPy.
 
-fastcoll makes the ranks start together, and has that copy.
+NumPy has no copy past the caches, so that is fastcoll's. fastcoll also makes the ranks start together.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Limit(Fastcoll):
 
 
 def join(job: Job, folder: Path) -> Limit:
-    """As many ranks as the sides have, on the same cores."""
+    """Join as many ranks as the other sides have, on the same cores."""
     join_fastcoll(job, folder)
     return Limit()
 

@@ -1,4 +1,7 @@
-"""MPI through mpi4py. Arrays are given with their MPI type, which spares mpi4py the look at their dtype."""
+"""MPI through mpi4py.
+
+Arrays are passed with their MPI type, so that mpi4py need not derive it from the dtype.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,10 @@ class Mpi:
         self._mpi.Finalize()
 
     def _absmax(self, dtype: np.dtype[Any]) -> Any:
-        """As mpi4py takes a user's function: NumPy over whole buffers, the result into the second."""
+        """Return `absmax` as an MPI operation.
+
+        mpi4py calls its function with two buffers; the function writes the result to the second.
+        """
 
         def combine(given: Any, total: Any, _: Any) -> None:
             a, b = np.frombuffer(given, dtype), np.frombuffer(total, dtype)
@@ -84,5 +90,5 @@ class Mpi:
 
 
 def join(job: Job, folder: Path) -> Mpi:
-    """MPI starts when mpi4py is imported."""
+    """Join the ranks; MPI starts when mpi4py is imported."""
     return Mpi(job.dtype)

@@ -67,6 +67,6 @@ class Fastcoll:
 
 
 def join(job: Job, folder: Path) -> Fastcoll:
-    """Where the launcher's ranks meet."""
+    """Join the ranks, as the launcher's environment variables say."""
     dist.init_process_group(job.backend)
     return Fastcoll()
