@@ -32,7 +32,7 @@ class bfloat(np.void):  # type: ignore[misc]  # final for type checkers only
 def dtype_of(name: str, itemsize: int) -> np.dtype[Any]:
     """Return the dtype with a name of NumPy, ml_dtypes or torch.
 
-    There is one object for each name: kernels identify dtypes by their address.
+    There is one object for each name, because kernels identify dtypes by their address.
     """
     if name in NUMPY:
         return np.dtype(name)

@@ -62,7 +62,7 @@ def set_handler(capsule: Any) -> Any:
 
 
 def default_handler() -> Handler:
-    """Return NumPy's default handler, which threads use that have set no other."""
+    """Return NumPy's default handler, which a thread uses until it sets another."""
     capsule = ctypes.py_object.from_address(_table()[_DEFAULT_HANDLER]).value
     return Handler.from_address(_pointer(capsule, _CAPSULE))
 

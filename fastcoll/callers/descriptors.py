@@ -22,8 +22,8 @@ kernels/c_entries.py. The caller calls the C function whose address is in the wo
         POST_SEND, POST_RECV     data: the message; out: the owner of its memory, which the request keeps alive; 0:
                                  the caller keeps the memory alive
         WAIT, TEST               data: the number of a request
-        WAIT_ANY                 data: address of `nbytes` request numbers, then of as many descriptors, each of
-                                 the request's group
+        WAIT_ANY                 data: address of a table of `nbytes` request numbers, followed by the address of
+                                 each request's descriptor
         barrier                  nothing
 
     call             from `call_word`; for messages from `message_word`

@@ -149,10 +149,10 @@ def _put(to, x):
 def _packing(x: types.Array) -> tuple[Any, Any]:
     """Return a function that makes an array's memory contiguous and aligned, and one that writes results back.
 
-    The first function returns the memory for the C entry point, its size in bytes, and the array to write back to.
-    After an overload has called it, the overload must not use the array itself. Then Numba omits the two atomic
-    instructions that count a reference to the array; in a world of one rank they take half of the time of a call. No
-    reference is needed, because the overload's caller holds one.
+    The first function returns the memory for the C entry point, its size in bytes, and the array to write back to. An
+    overload that has called it must not use the array itself afterwards: only then does Numba omit the two atomic
+    instructions that count a reference to the array. In a world of one rank they would take half of the time of a call.
+    The reference is not needed, because the overload's caller holds one.
     """
     if x.layout == "C":
         return (_in_place_memory, _leave) if x.aligned else (_copied, _put)
@@ -205,7 +205,9 @@ def _callable_here() -> None:
 
 
 def _one_of(what: str, rank: Any, group_rank: Any, default: bool = False) -> bool:
-    """Return whether `group_{what}` is given instead of `{what}`; refuse both.
+    """Return whether `group_{what}` is given instead of `{what}`.
+
+    Refuse a call that gives both.
 
     As in torch, `{what}` is a global rank and `group_{what}` is a rank in the group.
 
@@ -238,7 +240,7 @@ def _check_same_dtype(x: Any, y: Any, name: str, other: str) -> None:
 
 @register_jitable
 def _split(descriptor, code, table, sizes, rows, nbytes):
-    """Write the bytes of each block into the table; refuse split sizes that do not fit."""
+    """Write each block's size in bytes into the table; refuse sizes that do not fit."""
     total, fits, width = np.int64(0), len(sizes) == len(table), nbytes // max(1, rows)
     for k in range(len(sizes)):
         size = np.int64(sizes[k])

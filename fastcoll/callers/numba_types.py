@@ -7,8 +7,8 @@
     ReduceOp              the result of `op_word`
 
 Numba may keep compiled code on disk, and another process may run it, perhaps with another version of fastcoll. So the
-code contains no addresses. When it asks for a descriptor it passes LAYOUT, a checksum of what it assumes about
-descriptors, and is refused if LAYOUT has changed.
+code contains no addresses of a process. When it asks for a descriptor it passes LAYOUT, a checksum of what it assumes
+about descriptors; Python refuses the request if LAYOUT has changed.
 """
 
 from __future__ import annotations

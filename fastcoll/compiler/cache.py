@@ -8,10 +8,10 @@ code depends on (the *stamp*), and with a digest of the code:
     bytes 16 to 31   digest of the rest
     the rest         an object file (machine_code.py)
 
-If one of the two digests differs, the code is compiled again and the file is replaced atomically. If NUMBA_CACHE_DIR is
-set, files are read from that directory only; otherwise from `__pycache__` beside the source and from the user's cache
-directory. A file is written to the first of these directories that is writable (cache_files.py). If none is, the code
-is used in this process only.
+If one of the two digests is not the expected one, the code is compiled again and the file is replaced atomically. If
+NUMBA_CACHE_DIR is set, files are read from that directory only; otherwise from `__pycache__` beside the source and from
+the user's cache directory. A file is written to the first of these directories that is writable (cache_files.py). If
+none is, the code is used in this process only.
 """
 
 from __future__ import annotations
@@ -166,7 +166,8 @@ class KernelCache:
         ours = function.__module__.partition(".")[0] == __name__.partition(".")[0]
         own = b"ours" if ours and _SOURCES else _content(self.source)
         self._stamp = digest(made_for, self._name.encode(), (_SOURCES or "").encode(), own)
-        # A closure's values are part of the code but not of the stamp, and a function without a file has no stamp.
+        # Some code is not kept: a closure's values are part of its code but not of the stamp, and without a source file
+        # there is no stamp.
         self._kept = function.__closure__ is None and own != b""
 
     def is_cached(self) -> bool:

@@ -109,7 +109,7 @@ def round_float16_in_hardware(builder: ir.IRBuilder, value: ir.Value) -> Any:
 _REBIAS = (127 - 15) << 23
 _SMALLEST_NORMAL = (127 - 14) << 23  # 2**-14 as float32 bits; below it float16 is subnormal
 _OVERFLOW = (127 + 16) << 23  # 2**16: from here on float16 is infinity
-_HALF = 126 << 23  # 0.5: adding it to a tiny float32 rounds that at float16's last subnormal bit
+_HALF = 126 << 23  # 0.5: adding it to a tiny float32 rounds the float32 at float16's last subnormal bit
 _INFINITY = 0x7F800000
 
 

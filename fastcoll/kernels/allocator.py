@@ -4,18 +4,19 @@
     void *realloc(table, block, nbytes)   void free(table, block, nbytes)
 
 Blocks of SMALLEST bytes and more come from an arena in shared memory. All others, and those for which the arena has no
-room, come from NumPy's previous functions (BEFORE). Sizes are counted in pages of PAGE bytes. A block is USED, DIRTY
-(free, with old data), CLEAN (free, all zeros), or a HOLE (free, without memory behind its pages; touching them would
-allocate it). The table of pages has a word for each page; the words of a block's first and last page are the block's
-number of pages * KINDS + kind. Adjacent free blocks become one if both are holes or neither is. Free blocks are kept in
-lists by size, the last freed one first.
+room, come from the functions that NumPy used before (BEFORE). Sizes are counted in pages of PAGE bytes. A block is
+USED, DIRTY (free, with old data), CLEAN (free, all zeros), or a HOLE (free, without memory behind its pages; touching
+them would allocate it). The table of pages has a word for each page; the words of a block's first and last page are the
+block's number of pages * KINDS + kind. Adjacent free blocks become one if both are holes or neither is. Free blocks are
+kept in lists by size, the last freed one first.
 
 posix_fallocate allocates the memory of a hole before it is used, so that a full file system is an error here and never
-a SIGBUS. Memory is given back when more than KEEP pages are free, or when the file system has only RESERVE bytes left.
+a SIGBUS. A block that is freed becomes a hole, that is, its memory goes back to the file system, if more than KEEP
+pages would be free. All free blocks become holes if an allocation would leave the file system less than RESERVE bytes.
 
 Concurrency: any thread may call these functions; it holds the GIL, which NumPy's own functions need. Only the holder of
-LOCK, a spin lock, changes the free lists and the kinds of blocks. It holds LOCK for microseconds, but it may lose the
-processor, or be forking. So a thread waits for LOCK only for a limited time. If it has not got LOCK by then, it
+LOCK, a spin lock, changes the free lists and the kinds of blocks. The holder needs only microseconds, but it may lose
+the processor, or be forking. So a thread waits for LOCK only for a limited time. If it has not got LOCK by then, it
 allocates with NumPy's previous functions instead; a block that it frees goes on DEFERRED, a list to which any thread
 adds by compare-and-swap. The next holder of LOCK takes the complete list, so a block that is deferred again cannot be
 mistaken for an older entry (no ABA problem). After a fork that runs no Python hooks, the child's pid is not OWNER, so
@@ -198,7 +199,7 @@ def _add(s, page, count, kind):
 
 @kernel
 def _remove(s, page):
-    """Remove a block from its list; return its mark."""
+    """Remove a block from its list; return its mark, the word of its first page."""
     pages = load_word(s, PAGES)
     mark = load_word(pages, page)
     after, ahead = load_word(pages, page + 1), load_word(pages, page + 2)
@@ -252,13 +253,13 @@ def _join(s, page, count, kind):
 
 @kernel
 def _punch(s, page, count):
-    """Give the memory of pages back; return whether that succeeded."""
+    """Return the memory of pages to the file system; return whether that succeeded."""
     return _madvise(load_word(s, BASE) + PAGE * page, PAGE * count, _MADV_REMOVE) == 0
 
 
 @kernel
 def _punch_idle(s):
-    """Give the memory of all free pages back."""
+    """Return the memory of all free blocks to the file system."""
     for k in range(_SIZES):
         while load_word(s, _LISTS + k) != 0:
             page = load_word(s, _LISTS + k)

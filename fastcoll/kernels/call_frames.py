@@ -1,16 +1,17 @@
 """XLA's call frames: how a compiled JAX program calls this package.
 
-The frames are defined in xla/ffi/api/c_api.h, version 0. XLA calls one C function, `handle`, for all calls. A call has
-a number, the only attribute in the frame, and a line of words in `LINES`. Python writes the line (jax/xla_frames.py)
-once it has executed the call itself:
+The frames are defined in xla/ffi/api/c_api.h, version 0. XLA calls one C function, `handle`, for all calls in all
+programs. A call has a number, the only attribute in the frame, and may have a line of words in `LINES`. Python executes
+a call the first time, and then writes its line (jax/xla_frames.py), if the C entry point can execute it from then on:
 
     DESCRIPTOR        address of the group descriptor (c_entries.py); 0: Python executes the call
     OP, CALL, PEER    arguments of the C entry point
     ITEM, BLOCKS      bytes of an element, and a number: `nbytes` is the array's size in bytes divided by BLOCKS
     FORM              which arrays of the frame the entry point gets: one of the forms below
 
-If a call has no line, the Python function ASK gets the frame and executes the call. If the entry point has stored an
-exception, the function KEPT gets the frame. If ASK, KEPT or TORN raises, TORN gets the frame. Offsets are in bytes:
+If a call has no line, the Python function ASK gets the frame and executes the call. If the C entry point has stored an
+exception, the function KEPT makes an XLA error from it. If ASK, KEPT or TORN itself raises an exception, TORN makes an
+XLA error from that. These are the structs of a frame; the constants below are offsets in bytes:
 
     XLA_FFI_CallFrame   size, extension, api, context, stage, args (5 words), rets (5 words), attrs (6 words), future
     args, rets          size, extension, count, types, pointers to buffers

@@ -195,6 +195,6 @@ def shape_of(sizes, size):
 def start_of(total, parts, k, unit):
     """Return the start of part k of `total`.
 
-    All parts but the last ones have the same length, a multiple of `unit`.
+    All parts have the same length, a multiple of `unit`, except the last ones, which may be shorter or empty.
     """
     return min(total, k * -(-total // (parts * unit)) * unit)

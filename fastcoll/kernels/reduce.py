@@ -3,8 +3,9 @@
     void reducer(int64 op, int64 dst, int64 srcs, int64 n, int64 count)
 
 `srcs` is the address of n addresses, each of `count` elements. `dst` has room for `count` elements; it is one of the
-sources, or overlaps none. Protocols are compiled once for all dtypes, and call a reducer by its address. There is one
-function per dtype, compiled at its first use and kept on disk, and one per custom operation and dtype.
+sources, or overlaps none. The kernels of collectives are compiled once for all dtypes, and call a reducer by its
+address. There is one reducer per dtype, compiled at its first use and kept on disk, and one per custom operation and
+dtype.
 """
 
 from __future__ import annotations

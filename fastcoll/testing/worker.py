@@ -225,7 +225,7 @@ class Footprint:
         return Footprint(threads, files, {pid: _command(pid) for pid in children_of(os.getpid())})
 
     def growth(self) -> list[str]:
-        """Return what the process has now and did not have when this was made, one line each."""
+        """Return what the process has now and is not in this Footprint, one line each."""
         now = Footprint.now()
         lines = [f"thread {name!r}" for ident, name in now.threads.items() if ident not in self.threads]
         lines += [f"descriptor {fd} ({to})" for fd, to in now.files.items() if self.files.get(fd) != to]

@@ -167,7 +167,7 @@ def compile_ptx(
 def assemble(ptx: str, capability: tuple[int, int]) -> bytes:
     """Assemble PTX to a cubin for devices of one capability.
 
-    A cubin can be loaded by a driver that is too old for the PTX's version, too.
+    Even a driver that is too old for the PTX's version can load the cubin.
     """
     from cuda.bindings import nvjitlink
 

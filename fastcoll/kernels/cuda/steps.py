@@ -14,10 +14,11 @@ Invariant: a rank that has given up a wait (STOP) or found a mismatch publishes 
 incomplete data for complete. All ranks find a mismatch in the same call.
 
 Suppose that work in one rank's stream writes memory, a later kernel in this stream publishes a word, and a kernel in a
-peer's stream waits for the word. Then the peer's work behind its kernel sees the memory. PTX's memory model (PTX ISA,
-"Memory Consistency Model") guarantees it: writes before a release of system scope, in the thread or earlier in its
-stream, happen before reads that follow an acquire of system scope of the same word, in the thread or later in its
-stream. NVVM and ptxas move neither the release nor the acquire: both are volatile and clobber memory.
+peer's stream waits for the word. Then work that follows that kernel in the peer's stream sees the written memory. PTX's
+memory model (PTX ISA, "Memory Consistency Model") guarantees this: writes before a release of system scope, in the
+thread or earlier in its stream, happen before reads that follow an acquire of system scope of the same word, in the
+thread or later in its stream. NVVM and ptxas move neither the release nor the acquire, because both are volatile and
+clobber memory.
 
 Every address is a multiple of 8. It is in device memory of this rank, in a peer's device memory that is mapped here, or
 in pinned host memory.
