@@ -150,7 +150,10 @@ def _facts() -> dict[str, Any]:
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """Write the picture: for each case a bar per side, divided by use of the time."""
+    """Write the picture: for each case a bar per side.
+
+    The grey part of a bar is the time of computing.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 0.62 * len(rows) + 1.2), layout="constrained")

@@ -42,7 +42,7 @@ START_TIMEOUT = 3.0
 P99, MOST = 1.0, 2.0  # most seconds until a survivor raises: the 99th percentile, and in any case
 READY = 90.0  # seconds for three calls, some of 64 MiB, on a loaded machine
 PASSED = 12  # a victim that has not hit its failpoint after this many calls never will, so it is killed
-AGAIN = 0.1  # most seconds until a later call on the group raises, without the time that it waits for a core
+AGAIN = 0.1  # most seconds until a later call on the group raises, not counting waits for a core
 _CALL = r"call \d+ of group|send to|recv from|symmetric\.|new_group\(|making a data connection"
 
 
@@ -140,7 +140,7 @@ def kill_one(case: Case, kinds: Counter[str], fail: Callable[[str], None]) -> li
         everybody, victim = range(case.n), fleet.children[case.victim]
         ready = case.moment in ("start", "phase") or fleet.await_turns(everybody, 3, READY)
         if case.moment == "leave":
-            fleet.marks[0] = 1.0  # rank 0 sends the others the end
+            fleet.marks[0] = 1.0  # rank 0 then tells the others that all leave
             fleet.await_turns([case.victim], 1 << 20, TIMEOUT)
         time.sleep(case.after)
         if case.moment == "phase" and not _kills_itself(fleet, case.victim):
@@ -220,7 +220,7 @@ def judge(case: Case, end: End, pid: int) -> list[str]:
 
 
 def work(fleet: Fleet, rank: int, case: Case, url: str) -> dict[str, Any]:
-    """Run a rank: repeat the case's call until it raises, or until rank 0 sends the end."""
+    """Run a rank: repeat the case's call until it raises, or until all ranks leave."""
     if case.failpoint and rank == case.victim:
         os.environ["FASTCOLL_FAILPOINT"] = case.failpoint
         config.forget()

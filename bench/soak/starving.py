@@ -1,6 +1,6 @@
 """Eight ranks on two cores, beside four busy loops: no rank may declare another dead, and every result must be right.
 
-A world uses shared memory, the next TCP, and the last both, on two nodes. Each runs for a third of the time.
+The first world uses shared memory, the second TCP, the third both, on two nodes. Each runs for a third of the time.
 """
 
 from __future__ import annotations

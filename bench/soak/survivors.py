@@ -2,7 +2,7 @@
 
 Two of three kills wait until the others have gone on; the third comes at a random moment, and may hit a rank while it
 shrinks. The promises: the last rank keeps its memory; each new group is complete within a second of the error (three
-between hosts), without the time that the rank waits for a core; its reductions are right; and nothing is left.
+between hosts), not counting the time that the rank waits for a core; its reductions are right; and nothing is left.
 """
 
 from __future__ import annotations

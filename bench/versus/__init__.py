@@ -13,7 +13,8 @@ outcome    has the times of all sides, and their ratios
 targets    has fastcoll's aims, and finds those that a report misses
 tables, record, picture   make what is printed, written and drawn
 
-These modules run in the ranks, in the peer's own Python, and so import NumPy and nothing of fastcoll:
+These modules run in the ranks, in the peer's own Python. So they import NumPy and nothing of fastcoll, except the two
+sides that are fastcoll's:
 start      is the script that every rank runs
 plan       has the cells with their numbers of calls, and the job that is passed in a file
 cells      makes, fills and checks the arrays of a cell
@@ -27,5 +28,5 @@ probe      reports in a peer's Python which library it has
 
 from pathlib import Path
 
-# `measuring` of fastcoll.bench needs only NumPy; ranks import it as a module of this package, without fastcoll.
+# fastcoll/bench/measuring.py needs only NumPy. Ranks import it as a module of this package, without fastcoll.
 __path__.append(str(Path(__file__).resolve().parents[2] / "fastcoll" / "bench"))

@@ -1,9 +1,9 @@
 """The machine's own limit for each operation.
 
-A *limit* is the least work on memory that a rank must do in an operation, without any communication. All ranks run it
-at once, on their cores, repeatedly over arrays of the operation's size. So the arrays are in the caches if those of the
-operation are. S is the size (bytes of the larger of input and output), n the number of ranks. Each limit is followed by
-its operations:
+A *limit* is the least work on memory that an operation requires of a rank, without communication. All ranks run it at
+once, on their cores, repeatedly over arrays of the operation's size. So the arrays are in the caches if those of the
+operation are. S is the size (bytes of the larger of input and output), n the number of ranks. Below each limit are its
+operations:
 
 stream      `np.multiply(x, 1, out=x)`: read and write S
             all_reduce, reduce, custom

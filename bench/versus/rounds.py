@@ -15,7 +15,8 @@ from .outcome import LIMIT, MPIS, OURS, SideTimes
 from .plan import Cell, Job
 
 _START_SECONDS = 60
-_CELL_FACTOR = 4  # of the timed calls' time; checks, fills and warm-up together take as long as these
+# A cell may take this many times the time of its timed calls, because checks, fills and warm-up take as long as these.
+_CELL_FACTOR = 4
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     PYTHONPATH=bench python -m versus.targets versus.json torch.json ...      # missed aims as a Markdown table
 
 A report is a JSON file of `--vs`, bench/torch_backend.py, bench/torch_ddp.py or `--first-calls`. An aim is a factor
-that each of its cells should reach, or the geometric mean of these cells.
+that each of its cells, or the geometric mean of its cells, should reach.
 """
 
 from __future__ import annotations

@@ -60,7 +60,10 @@ def _given(redop: str, rank: int, ranks: int) -> Array:
 
 
 def moved(source: int, dtype: np.dtype[Any]) -> Tile:
-    """Return the content of block number `source` in an operation that only moves data; never 0."""
+    """Return the content of block `source` in an operation that only moves data.
+
+    No element is 0.
+    """
     return _of_dtype(1 + (7 * _INDEX + 31 * source) % 100, dtype)
 
 

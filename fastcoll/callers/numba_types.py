@@ -366,7 +366,7 @@ def word(typing_context, address, index):
 
 @intrinsic
 def data_and_owner(typing_context, array):
-    """Return the addresses of an array's data and of its owner."""
+    """Return the addresses of an array's data and of its owner (Numba's MemInfo)."""
 
     def emit(context, builder, made, args):
         given = context.make_array(made.args[0])(context, builder, args[0])

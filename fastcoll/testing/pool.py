@@ -104,7 +104,7 @@ class Worker:
         try:
             return describe_exit(self.process.wait(_END_SECONDS))
         except subprocess.TimeoutExpired:
-            return "it closed its connection and goes on"
+            return "it closed its connection, but still runs"
 
     def kill(self) -> None:
         """Kill the worker and its child processes, and remove its files."""
