@@ -41,7 +41,7 @@ class End:
 
     Attributes:
         result: the result of its function; None if it did not return.
-        error: the traceback of its exception, with its stacks if it hung.
+        error: the traceback of its exception, and its stderr, which has its stacks if it hung; empty: it returned.
         code: its exit code, negative for a signal.
         hung: whether it was killed because it had not ended in time.
     """
