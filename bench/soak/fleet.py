@@ -41,7 +41,7 @@ class End:
 
     Attributes:
         result: the result of its function; None if it did not return.
-        error: the traceback of its exception, and its stderr, which has its stacks if it hung; empty: it returned.
+        error: the traceback of its exception, and its stderr, with its stacks if it hung; empty if it did not fail.
         code: its exit code, negative for a signal.
         hung: whether it was killed because it had not ended in time.
     """
