@@ -1,4 +1,4 @@
-"""Key-value stores, their protocol, and the authenticated opening of every connection."""
+"""Key-value stores, the protocol of TCPStore, and the handshake that authenticates every connection (opening.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["FileStore", "HashStore", "PrefixStore", "Rendezvous", "Store", "TCPS
 def __getattr__(name: str) -> Any:
     if name != "TCPStore":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # TCPStore imports sockets, so it is imported when it is needed.
+    # tcp_store.py imports `socket`. It is imported at first use, to keep `import fastcoll` fast.
     from .tcp_store import TCPStore
 
     return TCPStore

@@ -1,17 +1,18 @@
-"""FileStore: a store in a file that all ranks can reach. The file is a log, which SharedLog reads and appends to.
+"""FileStore: a store in a file that all ranks can open. The file is a log; the class SharedLog reads and appends to it.
 
-The file lists its participants and their processes. The last participant to leave removes the file. A process that
-opens a file whose participants are all dead clears it.
+A *participant* is one open FileStore. The file lists the process of each participant. The last participant to close its
+store removes the file. A process that opens a file whose participants are all dead clears the file.
 
-The file has a magic line, 8 bytes with the offset of the first valid record, and records, which are only appended. A
-record is a 12-byte header (big-endian: CRC-32 of the frame, its length, 1 for a change of the participants, three
-zeros) and a request that changes something, as a frame (frames.py). A killed writer leaves at most one incomplete
-record, at the end of the file, because it held the lock and so no other process was writing. The next writer removes
-that record.
+The file has a magic line, then 8 bytes with the offset of the first valid record, then the records. A record is a
+12-byte header and one request that changes the store, as a frame (frames.py). The header has, big-endian, the CRC-32 of
+the frame, the length of the frame, a flag (1: the request changes the list of participants, 0: it changes keys), and
+three zeros. The checksum also covers the flag. Records are only appended. A killed writer leaves at most one incomplete
+record, at the end of the file, because it held the lock and so no other process was writing. The next process that
+takes the lock removes the incomplete record.
 
-When most of the log is obsolete, a writer appends the current state as new records, sets the offset to the first of
-them, and frees the file's blocks before it (a hole). If it is killed before it sets the offset, the log repeats the
-current state, which is harmless.
+When most of the log is obsolete, a writer compacts it: it appends the current state as new records, sets the offset to
+the first of them, and frees the disk blocks of all records before that one (it punches a hole). If the writer is killed
+before it sets the offset, the new records only repeat the current state, which is harmless.
 """
 
 from __future__ import annotations
@@ -40,28 +41,29 @@ _BEGIN = struct.Struct("!Q")
 FIRST = len(MAGIC) + _BEGIN.size  # where the records of a new file begin
 _HEADER = struct.Struct("!II?3x")
 _OPENED = b"opened"  # a key in the records of participants: how many participants have ever opened the file
-# A log is compacted when it has more bytes than the first number, and more than the current state times the second.
+# The log is compacted when its records take more than _MOST_HISTORY bytes, and more than _HISTORY_SHARE times the bytes
+# of the current state.
 _MOST_HISTORY, _HISTORY_SHARE = 1 << 20, 4
 _RECORD_BYTES = 64  # the approximate size of a record without its key and value
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE of fallocate(2)
 # struct flock: type, whence, start, length, pid. The lock belongs to the open file description and not to the process
 # (fcntl(2), "open file description locks"), so it also excludes other threads.
 _FLOCK = struct.Struct("hhqqi0q")
-_PAUSE_MOST = 0.02  # between two polls of the file or its lock
-_LEAVE_SECONDS = 5.0
+_PAUSE_MOST = 0.02  # the longest pause between two polls of the file or its lock
+_LEAVE_SECONDS = 5.0  # how long a participant that closes its store waits for the lock
 
 
 class FileStore(TableStore):
-    """Keys and values in the file `file_name`, appended under an fcntl lock. Thread safe.
+    """A store in the file `file_name`, which every operation locks with fcntl. Thread safe.
 
     The file is created with mode 0600. It is removed when the last participant closes the store, or when the process of
-    that participant exits normally. A file left by killed processes is recognised by their pids and start times, and
-    cleared.
+    that participant exits normally. If all processes that had the file open were killed, the next process that opens it
+    detects this by their pids and start times, and clears the file.
 
     Args:
         file_name: a path in an existing directory, on a file system with fcntl locks (NFS has them).
-        world_size: the number of participants. The file stays until this many have come and all have left. -1: the file
-            is removed as soon as no process has it open.
+        world_size: the number of participants. The file stays until this many have opened the store and all of them
+            have closed it. -1: the file is removed as soon as no process has it open.
         timeout: the time limit of blocking operations.
 
     Raises:
@@ -115,19 +117,20 @@ class FileStore(TableStore):
                     if log.table.first_missing(request) is None:
                         return log.apply(request)
                     missing = log.table.missing(request)
-        assert missing is not None, "it was looked for at least once"
+        assert missing is not None, "the loop runs at least once"
         return missing
 
 
 def _leave(log: SharedLog, world_size: int, pid: int) -> None:
-    if pid == os.getpid():  # a child of fork must not remove its parent from the participants
+    if pid == os.getpid():  # a forked child must not remove its parent from the participants
         log.leave(world_size)
 
 
 class SharedLog:
-    """The log, as opened by one participant. Not thread safe: the owner must hold a lock.
+    """The log, as opened by one participant. Not thread safe: the caller must hold a lock against other threads.
 
-    The constructor adds this process to the participants. All other access is inside `transaction`.
+    The constructor adds this process to the participants. `transaction` locks the file against other processes. Call
+    `apply` only inside it; outside it, `table` and `participants` may be out of date.
 
     Attributes:
         table: the keys and values, from the records read so far.
@@ -136,7 +139,7 @@ class SharedLog:
 
     def __init__(self, path: str, limit: float) -> None:
         self.path = path
-        self._me = os.urandom(8)
+        self._me = os.urandom(8)  # this participant's key in the list of participants
         self._offset: int  # offset of the end of the records that were read
         self._begin: int  # offset of the first valid record
         self._opened: int  # how many participants have ever opened the file
@@ -151,13 +154,13 @@ class SharedLog:
             except BaseException:
                 os.close(self._fd)
                 raise
-            # The last participant removed the file after this process opened it and before it took the lock.
+            # Between this process's open and its lock, the last participant removed the file.
             os.close(self._fd)
         raise StoreTimeoutError(f"{path} is removed and created again repeatedly")
 
     @contextmanager
     def transaction(self, limit: float) -> Iterator[None]:
-        """Hold the lock inside the `with`; all records have been read when it begins."""
+        """Hold the file's lock inside the `with`; before its body runs, read all new records."""
         with locked(self._fd, self.path, limit):
             self._catch_up()
             yield
@@ -167,7 +170,7 @@ class SharedLog:
         return os.fstat(self._fd).st_size != self._offset
 
     def apply(self, request: StoreRequest) -> list[bytes]:
-        """Execute `request`, inside a transaction, and append it if it changes something."""
+        """Execute `request` in the table, and append it to the log if it changes the store."""
         if request.op not in CHANGING:
             return self.table.apply(request)
         try:
@@ -179,15 +182,15 @@ class SharedLog:
             raise
         holds = self.table.size + _RECORD_BYTES * len(self.table.items())
         if self._offset - self._begin > max(_MOST_HISTORY, _HISTORY_SHARE * holds):
-            with suppress(ResourceError):  # the disk is full: the log stays as it is
+            with suppress(ResourceError):  # the disk is full, so the log is not compacted
                 self._begin_anew()
         return answer
 
     def leave(self, world_size: int) -> None:
         """Remove this process from the participants, and remove the file if it is no longer needed.
 
-        It is no longer needed if all other participants are dead, or if all have left and at least `world_size` had
-        come.
+        The file is no longer needed in two cases: other participants are still listed, but all of them are dead; or no
+        other participant is listed, and at least `world_size` have ever opened the file.
         """
         try:
             with self.transaction(_LEAVE_SECONDS):
@@ -201,7 +204,7 @@ class SharedLog:
             os.close(self._fd)
 
     def _begin_anew(self) -> None:
-        """Append the current state, and free the log before it."""
+        """Compact the log: append the current state, and free the records before it."""
         begin, opened = self._offset, self._opened
         here = [StoreRequest(Op.SET, (me,), (it.to_bytes(),)) for me, it in self.participants.items()]
         records = [record_of(request, True) for request in here]
@@ -211,9 +214,8 @@ class SharedLog:
         os.pwrite(self._fd, _BEGIN.pack(begin), len(MAGIC))
         self._begin = begin
         offset, length = ctypes.c_int64(FIRST), ctypes.c_int64(begin - FIRST)
-        ctypes.CDLL(None).fallocate(
-            self._fd, _PUNCH_HOLE, offset, length
-        )  # not every file system supports it
+        # On a file system without holes this fails, and the obsolete records keep their blocks.
+        ctypes.CDLL(None).fallocate(self._fd, _PUNCH_HOLE, offset, length)
 
     def _all_gone(self) -> bool:
         return all(_is_gone(process, self._fd) for process in self.participants.values())
@@ -223,7 +225,8 @@ class SharedLog:
         start = self._read(0, FIRST)
         if not MAGIC.startswith(start[: len(MAGIC)]):
             raise UsageError(f"{self.path} is not a fastcoll store; choose another path or remove it")
-        if len(start) < FIRST:  # the first writer was killed before it had written the header
+        # The first writer may have been killed before it had written the magic line and the offset.
+        if len(start) < FIRST:
             os.ftruncate(self._fd, 0)
         self._catch_up()
         if self.participants and self._all_gone():
@@ -234,13 +237,14 @@ class SharedLog:
         self._take(joining, True)
 
     def _catch_up(self) -> None:
-        """Read the new records, and remove an incomplete one that a killed writer has left."""
+        """Read the new records. If a killed writer has left an incomplete record at the end, remove it."""
         size, head = os.fstat(self._fd).st_size, self._read(0, FIRST)
         begin = int.from_bytes(head[len(MAGIC) :], "big")
         sound = head[: len(MAGIC)] == MAGIC and FIRST <= begin <= size
         if size < self._offset or (size > 0 and not sound):
             raise StoreError(f"{self.path} was changed by another program")
-        if self._offset < begin:  # the log was compacted: before `begin` is a hole, after it the whole state
+        # If another process has compacted the log, the records from `begin` on are the whole state.
+        if self._offset < begin:
             self._forget()
             self._offset = begin
         self._begin = begin
@@ -273,7 +277,7 @@ class SharedLog:
             self.participants.pop(key, None)
 
     def _write(self, data: bytes) -> None:
-        """Append records, all or none; the table has them already."""
+        """Append records to the file, all or none; do not apply them to the table."""
         try:
             done = 0
             while done < len(data):
@@ -300,7 +304,11 @@ class SharedLog:
 
 
 def _is_gone(process: ProcessId, fd: int) -> bool:
-    """Return whether a participant is proven dead: its process has ended, or its machine has rebooted since."""
+    """Return whether a participant is proven dead.
+
+    It is dead if its process has ended, or if it ran on this machine before the last boot and nothing has been written
+    to the store's file `fd` since that boot.
+    """
     if in_sight(process):
         alive = process.alive()
         forget([process])
@@ -313,16 +321,16 @@ def _is_gone(process: ProcessId, fd: int) -> bool:
 
 
 def record_of(request: StoreRequest, is_of_participants: bool = False) -> bytes:
-    """Return the record of a change."""
+    """Return the record of a request that changes the store."""
     frame = encode_request(request)
     return _HEADER.pack(zlib.crc32(frame, is_of_participants), len(frame), is_of_participants) + frame
 
 
 def read_records(data: bytes, offset: int = 0) -> Iterator[tuple[StoreRequest, bool, int]]:
-    """Yield the request of each complete record in `data`, whether it changes the participants, and its end.
+    """Yield (request, whether it changes the participants, end) for each complete record.
 
-    The end is an offset in the file; so is `offset`, at which `data` starts. StoreError, ProtocolError: the bytes are
-    not a record.
+    `data` is the content of the file from `offset` on. `end` is the offset in the file at which the record ends.
+    StoreError, ProtocolError: the bytes are not a record.
     """
     at = 0
     while (start := at + _HEADER.size) <= len(data):
@@ -341,7 +349,10 @@ def read_records(data: bytes, offset: int = 0) -> Iterator[tuple[StoreRequest, b
 
 
 def open_own(path: str) -> int:
-    """Open the regular file `path`, created with mode 0600 if it is missing; return its descriptor, or raise."""
+    """Open the regular file `path`, or create it with mode 0600; return its descriptor.
+
+    UsageError: it is not a regular file of this user that only this user may write. ResourceError: it cannot be opened.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         fd = os.open(path, flags, 0o600)
@@ -387,7 +398,7 @@ def _check_owner(path: str, status: os.stat_result) -> None:
 def locked(fd: int, path: str, limit: float) -> Iterator[None]:
     """Hold the exclusive lock of the file inside the `with`.
 
-    StoreTimeoutError: another process held it for `limit` seconds. ResourceError: the file system has no locks.
+    StoreTimeoutError: another process held the lock for `limit` seconds. ResourceError: the file system has no locks.
     """
     for _ in tries(limit, 0.0005, _PAUSE_MOST):
         try:

@@ -1,7 +1,14 @@
 """The wire format of requests and answers, between a store's client and server and in a FileStore's file.
 
-A frame is a 16-byte header (big-endian: code, one zero, number of keys, length of the body, timeout in seconds as a
-double) and a body of fields, each of them a 4-byte length and the bytes.
+A frame is a 16-byte header and a body. The header has, big-endian:
+
+    1 byte   code: the operation (table.Op) of a request, or the status (ReplyStatus) of an answer
+    1 byte   zero
+    2 bytes  number of keys; 0 in an answer
+    4 bytes  length of the body
+    8 bytes  timeout of a request, in seconds, as a double; 0 in an answer
+
+The body is a sequence of fields. Each field is a 4-byte length and that many bytes.
 """
 
 from __future__ import annotations
@@ -16,9 +23,9 @@ from .table import MAX_ANSWER, MAX_KEY, SHAPES, Op, StoreRequest
 
 HEADER = struct.Struct("!BxHId")
 LENGTH = struct.Struct("!I")
-# Enough for one value of the largest size with its key and the lengths, or for a batch of smaller ones.
+# Enough for one value of the largest size with its key and the lengths, or for a batch of smaller values.
 MAX_BODY = MAX_ANSWER + 2 * MAX_KEY
-# A lookup by Op(number) takes ten times as long as one in this dict.
+# Op(number) takes ten times as long as a lookup in this dict.
 _OPERATIONS = {op.value: op for op in Op}
 
 
@@ -27,7 +34,10 @@ class ProtocolError(ValueError):
 
 
 class ReplyStatus(IntEnum):
-    """The outcome of a request: OK, with the answer; TIMEOUT, with the missing keys; REFUSED, with the reason."""
+    """The outcome of a request, which also determines the fields of the answer.
+
+    OK: the result. TIMEOUT: the number of missing keys, then the first of them. REFUSED: the reason, as text.
+    """
 
     OK = 0
     TIMEOUT = 1
@@ -54,7 +64,7 @@ def frame_length(header: bytes) -> int:
 
 
 def check_request_header(header: bytes) -> int:
-    """Return the length of the body; ProtocolError: the header is not a request's, so the body need not be read."""
+    """Return the length of the body; ProtocolError: this is not the header of a valid request."""
     code, keys, _, timeout = HEADER.unpack(header)
     op = _OPERATIONS.get(code)
     if op is None:
@@ -86,7 +96,7 @@ def decode_answer(header: bytes, body: bytes) -> tuple[ReplyStatus, list[bytes]]
 
 
 def decode_fields(body: bytes) -> list[bytes]:
-    """Return the fields of a body; ProtocolError: their lengths do not add up to that of the body."""
+    """Return the fields of a body; ProtocolError: the last field does not end where the body ends."""
     fields: list[bytes] = []
     at = 0
     while at < len(body):
