@@ -1,6 +1,6 @@
-"""The opening of a connection between two ranks, or between a store's client and server, without sockets.
+"""The handshake of a connection between two ranks, or between a store's client and server. This module does no I/O.
 
-Each side sends an opening of 112 bytes, the dialing side first (big-endian):
+Each side first sends an *opening* of 112 bytes, the dialing side before the answering side (big-endian):
 
     offset  bytes  field
     0       8      magic "FASTMESH"
@@ -8,35 +8,37 @@ Each side sends an opening of 112 bytes, the dialing side first (big-endian):
     10      1      role: 1 dials, 2 answers
     11      1      result: 0 welcome, 1 other protocol, 2 other version, 3 secrets differ, 4 full,
                    5 the client has dialed another address
-    12      16     version of fastcoll, ASCII, filled up with zeros
+    12      16     version of fastcoll, ASCII, padded with zeros
     28      1      kind: 1 control, 2 data, 3 mail, 4 store, 5 recovery endpoint, 6 rpc
     29      1      1 if this side has a job secret, 0 with FASTCOLL_INSECURE=1 and no secret
-    30      2      stream: the number of this connection among those of its kind
-    32      16     group: the group's random name, which its first member draws when the group is made, so the name also
-                   identifies the job; from a store's server, the server's random name; from a store's client, the
-                   client's name for the store
+    30      2      stream: the number of this connection among the connections of its kind between these two ranks
+    32      16     group: between ranks, the random name that the group's first member has drawn for it (it identifies
+                   the job, too); from a store's server, the server's random name; from a store's client, a digest of
+                   the host name and port that the client was given (address.name_of)
     48      4      the sender's rank in the group; for a store, 0 is the server and 1 any client
     52      4      the rank of the other side
     56      4      size of the group; for a store 2
-    60      20     from a store's client, a digest of the address and port that it has dialed; else zero
+    60      20     from a store's client, a digest of the IP address and port that it has dialed (address.place_of);
+                   else zero
     80      32     nonce, new for each connection
 
 The answering side sends its proof after its opening; the dialing side then sends its own proof. A proof is 32 bytes of
-HMAC-SHA256 over the direction and both openings; the key is derived from the group's token and the job's secret. If
-the dialing side rejects the answering side's proof, because the secrets differ, it sends zeros instead of its own
-proof. The key of a store is the secret alone. With FASTCOLL_INSECURE=1 and no secret, the key of a group is derived
-only from its token, which is published in the store, and a store's connections exchange no proofs. All fields have
-fixed sizes; nothing else is read before the proofs are verified. This authenticates connections; it does not encrypt
-them.
+HMAC-SHA256 over the direction and both openings. Between ranks, the key is derived from the job's secret and the
+group's token, random bytes that the group's first member publishes in the store. Between a store's client and server,
+the key is the secret. If the secrets differ, the dialing side rejects the answering side's proof, and sends zeros
+instead of its own proof. With FASTCOLL_INSECURE=1 and no secret, a group's key is derived from its token only, and a
+store's client and server exchange no proofs. Openings and proofs have fixed sizes, and nothing else is read before the
+proofs are verified. The handshake authenticates a connection; it does not encrypt it.
 
-Each side has an object, `Dialing` or `Answering`. Its `wants` is how many bytes it still needs (0: it has finished);
-its `take` consumes received bytes, split in any way, and returns the bytes to send. The object holds at most one
-opening and one proof.
+Each side has an object, `Dialing` or `Answering`. `wants` is the number of bytes that the object still needs (0: the
+handshake is complete). `take` consumes received bytes, split in any way, and returns the bytes to send. The object
+buffers at most one opening and one proof.
 
-A proof cannot be relayed to another job. The openings of a group identify the group, and so the job. A store's job is
-identified by its secret, if the job was given one. Without that, both sides use the user's own secret, which opens all
-jobs of the user. So the server then compares the dialed address in the client's opening with its own, and refuses the
-client if they differ, unless client and server have the same name for the store.
+An attacker cannot relay the proof of one job to another job, because the openings, which the proof covers, or the key
+identify the job. Between ranks, the openings have the group's name. For a store, the secret identifies the job if the
+job was given one. Otherwise client and server use the user's own secret, which is the same for all jobs of the user.
+Then the server checks the address that the client has dialed. It refuses the client if this is not the address at which
+it has accepted the connection, unless client and server were given the same host name and port for the store.
 """
 
 from __future__ import annotations
@@ -79,8 +81,8 @@ class Role(IntEnum):
 class ConnectionKind(IntEnum):
     """The use of a connection.
 
-    CONTROL: notices. DATA: the bytes of collectives. MAIL: messages. STORE: requests to a store. RECOVERY: the address
-    at which the survivors of a failure meet. RPC: remote calls.
+    CONTROL: notices that a rank leaves or fails. DATA: the bytes of collectives. MAIL: messages. STORE: requests to a
+    store. RECOVERY: the port of the store at which the survivors of a failure meet. RPC: remote calls.
     """
 
     CONTROL = 1
@@ -102,7 +104,7 @@ class OpeningResult(IntEnum):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A rank of a group, with the names that openings use, and the key of the group's proofs.
+    """One rank of a group: the fields that identify it in openings, and the key of its proofs.
 
     `key`: see `derive_key`; b"" for a store without a secret, which any process may open without a proof.
     """
@@ -115,7 +117,7 @@ class Endpoint:
 
 
 class Opening(NamedTuple):
-    """One side's opening, in the order of its bytes."""
+    """One side's opening; the fields are those of the table above, in its order, after the magic."""
 
     protocol: int
     role: Role
@@ -208,7 +210,7 @@ def prove(key: bytes, role: Role, dialed: bytes, answered: bytes) -> bytes:
 
 
 class RefusedError(OpeningError):
-    """The two ends do not fit together, and a retry does not help. `answer`: bytes to send to the other end."""
+    """The two ends are incompatible, so a retry does not help. `answer`: bytes to send to the other end."""
 
     def __init__(self, result: OpeningResult, reason: str, answer: bytes = b"") -> None:
         super().__init__(reason)
@@ -216,7 +218,7 @@ class RefusedError(OpeningError):
 
 
 class Turned(OpeningError):
-    """The dialing side does not fit; `answer` is the opening that gives the dialing side the reason."""
+    """The answering side rejects the dialing side; `answer` is an opening whose `result` is the reason."""
 
     def __init__(self, reason: str, answer: bytes) -> None:
         super().__init__(reason)
@@ -227,7 +229,7 @@ class Dialing:
     """The dialing side: the rank of `endpoint` dials the group rank `peer`.
 
     `theirs` is the peer's opening, or None until it has been read. `place`: for a store's client, the digest of the
-    address that it has dialed (address.py).
+    address that the client has dialed (address.place_of).
     """
 
     def __init__(
@@ -285,8 +287,9 @@ class Dialing:
 class Answering:
     """The answering side.
 
-    `find` returns the endpoint for an opening, or None if this process has none. `is_here` returns whether the sender
-    of an opening has dialed this address. `theirs` is the other side's opening, or None until it has been accepted.
+    `find` returns the endpoint that an opening is for, or None if this process does not have that endpoint. `is_here`
+    returns whether an opening was dialed to this side, and not to another address from which it was relayed. `theirs`
+    is the other side's opening, or None until it has been accepted.
     """
 
     def __init__(
@@ -317,7 +320,7 @@ class Answering:
         return b""
 
     def ended(self) -> str:
-        """Return why a connection that ends now is dropped; empty: it has sent nothing, for example a port scan."""
+        """Return the reason to log if the peer disconnects now; empty if it has sent nothing, as a port scan."""
         if self.theirs is None:
             return "closed before its opening was complete" if self._buffer else ""
         return "closed before it sent its proof: its process ended, or stopped waiting for this one"

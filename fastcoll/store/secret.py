@@ -1,15 +1,16 @@
 """The job's secret: where it comes from, and how both ends of a connection prove that they have it.
 
-Any process with the secret may join the job. The secret authenticates the opening of connections; it encrypts nothing.
-The first of these is used:
+Any process with the secret may join the job. The secret authenticates the ends of a connection; it encrypts nothing.
+The first of these that applies is used:
 
     given            FASTCOLL_SECRET, else the content of the file FASTCOLL_SECRET_FILE
-    none             with FASTCOLL_INSECURE=1
-    the user's own   the file fastcoll/secret in the user's configuration folder, created at first use; with a shared
-                     home it is the same on all machines
-    this machine's   /dev/shm/.fastcoll-<uid>-secret, created at first use if there is no writable folder
+    none             if FASTCOLL_INSECURE=1 is set
+    the user's own   the file fastcoll/secret in the user's configuration folder, created at first use; machines with a
+                     shared home have the same file
+    this machine's   the file /dev/shm/.fastcoll-<uid>-secret, if the file above does not exist and cannot be created;
+                     created at first use
 
-A process reads its secret before it opens a socket. If it has no secret, it listens only with FASTCOLL_INSECURE=1.
+A process reads its secret before it opens a socket. Without a secret it listens only if FASTCOLL_INSECURE=1 is set.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ _warned = False
 
 class _Secret(NamedTuple):
     text: bytes
-    source: str  # for messages
-    is_users: bool = False
+    source: str  # where it comes from, for messages
+    is_users: bool = False  # it is the user's own or this machine's, and so the same for all jobs of the user
 
 
 def job_secret() -> bytes:
-    """Return the job's secret; empty with FASTCOLL_INSECURE=1, if none is given.
+    """Return the job's secret; empty if none is given and FASTCOLL_INSECURE=1 is set.
 
     Raises:
-        UsageError: the file cannot be used, or cannot be created.
+        UsageError: the secret's file is unsafe or unreadable, or cannot be created.
     """
     return _secret().text
 
@@ -59,15 +60,15 @@ def source() -> str:
 
 
 def is_users() -> bool:
-    """Return whether the secret is the user's own or this machine's, which opens all jobs of the user."""
+    """Return whether the secret is the user's own or this machine's: the same for all jobs of the user."""
     return _secret().is_users
 
 
 def proof(key: bytes, label: str, openings: Sequence[bytes]) -> bytes:
     """Return 32 bytes of HMAC-SHA256 over a label and both openings of a connection.
 
-    The label has the protocol and the direction, so a proof cannot be sent back. Each opening has a new nonce, so a
-    proof cannot be used again.
+    The label has the protocol and the direction, so that a peer cannot return this side's proof as its own. Each
+    opening has a new nonce, so that a proof cannot be used for another connection.
     """
     return hmac.digest(key, label.encode() + b"".join(openings), hashlib.sha256)
 
@@ -91,10 +92,13 @@ def warn_if_open(where: str) -> None:
 
 
 def check_unpickling(doing: str) -> None:
-    """Raise in a job without a secret: data of other processes must not be unpickled, as they have proven nothing.
+    """Raise in a job without a secret, in which data of other processes must not be unpickled.
+
+    Unpickling runs code that the data chooses, and without a secret any process may have joined the job and sent it.
 
     Args:
-        doing: the refused action, as the subject of the error's sentence.
+        doing: the refused action, as the first half of the error's sentence; the second half refers to the processes
+            that `doing` names as "they".
 
     Raises:
         UnavailableError: the job has no secret, because of FASTCOLL_INSECURE=1.
@@ -147,7 +151,7 @@ def _read_given(path: str) -> bytes:
 
 
 def _content(fd: int) -> bytes:
-    """Return the secret in a file; empty if the file is empty or too long."""
+    """Return the secret in an open file; empty if the file is empty or too long."""
     data = os.read(fd, _MAX_FILE + 1)
     return b"" if len(data) > _MAX_FILE else data.strip()
 
@@ -157,7 +161,7 @@ def _content(fd: int) -> bytes:
 
 @functools.cache
 def _own(places: tuple[Path, ...]) -> _Secret:
-    """Return the secret in the first of the paths that exists or can be created; read once per process."""
+    """Return the secret in the first of the files that exists or can be created; read it once per process."""
     refused: list[str] = []
     for path in places:
         try:
@@ -175,7 +179,8 @@ def _own(places: tuple[Path, ...]) -> _Secret:
 def _read_own(path: Path) -> _Secret:
     """Return the secret in the user's own file.
 
-    UsageError: other users may have read it, or it is not usable. OSError: the file cannot be seen.
+    UsageError: other users may have read the file, or it has no usable secret. OSError: the file does not exist, or its
+    folder is not accessible.
     """
     os.lstat(path)
     why = ""
@@ -212,14 +217,16 @@ def _refused(path: Path, why: str) -> UsageError:
 
 
 def _make(path: Path) -> None:
-    """Create the file, unless another process creates it first; OSError: it cannot be created there.
+    """Create the file `path` with a new secret, unless another process creates it first.
 
-    A complete file gets its name by `link`, which does not replace an existing file. So all processes that create it at
-    the same time read the same secret.
+    OSError: the file cannot be created.
+
+    The file is written under a temporary name, and gets its name by `link`, which does not replace an existing file. So
+    if several processes create it at the same time, all of them then read the same secret.
     """
     if path.parent != _MACHINES:
         _check_folder(path.parent)
-        # A missing home is not created, although root could do that.
+        # A missing home folder is not created, although root could create it: `mkdir` without `parents` fails.
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(0o700, exist_ok=True)
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
@@ -238,7 +245,7 @@ def _make(path: Path) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise PermissionError if the folder is in another user's home, as it would be under sudo."""
+    """Raise PermissionError if the folder is in another user's home, as under sudo with the caller's HOME."""
     nearest = next(each for each in (folder, *folder.parents) if each.exists())
     state = nearest.stat()
     if state.st_uid != os.geteuid() and not state.st_mode & stat.S_ISVTX:

@@ -1,7 +1,7 @@
 """A thread that accepts connections and serves them: the common part of a store's server and the listener for ranks.
 
-A child of fork does not have this thread. It closes its copies of the sockets, because clients would not notice the
-parent's death while a copy is open.
+A forked child does not have this thread. The child closes its copies of the sockets, because clients would not notice
+the parent's death while a copy is open.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from ..system.forks import at_fork
 
 logger = logging.getLogger("fastcoll")
 
-_ACCEPTS_AT_ONCE = (
-    1024  # accept all waiting connections: the kernel refuses further ones while the queue is full
-)
-_MOST_HOSTS = 256
-_LISTED = 4
+# Connections that are accepted in a row. The number is large, because while the accept queue is full, the kernel drops
+# new connections.
+_ACCEPTS_AT_ONCE = 1024
+_MOST_HOSTS = 256  # hosts whose dropped connections are remembered
+_LISTED = 4  # hosts that an error text names
 _PAUSE_SECONDS = 0.2  # how long no connection is accepted after the system ran out of a resource
 _OUT_OF_SOMETHING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class SocketServer(ABC):
-    """Listening sockets, which the server owns, and a daemon thread `name`, which calls all methods but `close`.
+    """A server: listening sockets, which it owns, and a daemon thread `name`, which serves their connections.
+
+    Only this thread calls the methods below, except `close` and `close_inherited`.
 
     Attributes:
         key: the key by which `acquire` finds this server; None: `acquire` never finds it.
@@ -58,7 +60,7 @@ class SocketServer(ABC):
 
     @abstractmethod
     def serve(self, data: Any, events: int) -> None:
-        """Handle a connection that is ready; an earlier event may have closed it meanwhile."""
+        """Handle a ready connection; an earlier event of the same poll may have closed it."""
 
     @abstractmethod
     def next_deadline(self) -> float | None:
@@ -77,7 +79,10 @@ class SocketServer(ABC):
         """Return the open connections."""
 
     def blame(self, host: str, reason: str) -> None:
-        """Log why a connection was dropped, the first of each host as a warning. If `reason` is empty, do nothing."""
+        """Log why a connection was dropped, as a warning the first time for each host, else as a debug message.
+
+        If `reason` is empty, do nothing.
+        """
         known = host in self.blamed or len(self.blamed) >= _MOST_HOSTS
         if reason and not known:
             self.blamed[host] = reason
@@ -93,7 +98,7 @@ class SocketServer(ABC):
         self._paused_until = time.monotonic() + _PAUSE_SECONDS
 
     def close(self, linger: float = 0.0) -> None:
-        """Stop, after at most `linger` seconds in which clients can disconnect. Closing twice is fine."""
+        """Stop when all clients have disconnected, or after `linger` seconds. Closing twice is fine."""
         self._stop_at = time.monotonic() + linger
         with contextlib.suppress(OSError):  # the thread may have ended already
             self._wake_write.send(b"x")
@@ -102,7 +107,7 @@ class SocketServer(ABC):
         self._wake_write.close()
 
     def close_descriptors(self) -> None:
-        """Close all descriptors except the one that wakes the thread."""
+        """Close all descriptors except the socket by which `close` wakes the thread."""
         for each in [*self.connections(), *self._sockets, self._wake_read]:
             each.close()
         self.selector.close()
@@ -122,8 +127,8 @@ class SocketServer(ABC):
     def _turn(self) -> None:
         times = (self.next_deadline(), self._stop_at, self._paused_until)
         due = min((at for at in times if at is not None), default=None)
-        # Peers whose bytes have arrived are not late: on a starved machine this thread may sleep past any deadline. So
-        # the events come first, and `expire` gets the time before them.
+        # On an overloaded machine this thread may run only after a deadline, although the peer's bytes arrived before
+        # it. So events are handled first, and `expire` gets the time at which the poll began.
         asked = time.monotonic()
         for key, events in self.selector.select(None if due is None else max(due - time.monotonic(), 0.0)):
             if key.fileobj in self._sockets:
@@ -178,7 +183,7 @@ def turned_away() -> str:
 
 
 def release(server: SocketServer, linger: float = 0.0) -> None:
-    """End one use of a server; the last user closes it."""
+    """End one use of a server; if it was the last use, close the server."""
     with _lock:
         _users[server] -= 1
         if _users[server] > 0:
