@@ -1,4 +1,4 @@
-"""Store, the contract of every key-value store through which ranks find one another.
+"""Store, the interface of every key-value store through which ranks find one another.
 
 The interface is torch.distributed's. A subclass must implement `set`, `get`, `add` and `check`; the base class builds
 `wait`, `barrier`, `multi_get` and `multi_set` from them. Operations that cannot be built from them without a race
@@ -23,11 +23,11 @@ from ..errors import StoreTimeoutError, UnavailableError, UsageError
 S = TypeVar("S", bound="Store")
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
-LISTED = 16  # a message names at most this many things
+LISTED = 16  # an error or log text names at most this many items
 
 
 class StalledError(StoreTimeoutError):
-    """The store's server does not answer. Its process may be stopped and continue later, so a read can be retried."""
+    """The store's server does not answer. Its process may be stopped and continue later, so a retry may succeed."""
 
 
 class Store(ABC):
@@ -97,7 +97,8 @@ class Store(ABC):
         """Return the value of each key, or None if it is not set now. Does not wait for keys.
 
         Args:
-            timeout: seconds that the server may take to answer, plus a grace of 5 s; None is the store's timeout.
+            timeout: how many seconds the server may take to answer, not counting a grace of 5 s; None is the store's
+                timeout.
         """
         return [self.get(key) if self.check([key]) else None for key in checked_keys(keys)]
 
@@ -113,8 +114,8 @@ class Store(ABC):
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Set `key` to `desired_value` if its value is `expected_value`; return the value after the call.
 
-        An empty `expected_value` also stands for a missing key. If the key is missing and `expected_value` is not
-        empty, the key stays missing, and `expected_value` is returned.
+        If the key is missing and `expected_value` is empty, the key is set, too. If the key is missing and
+        `expected_value` is not empty, the key stays missing, and `expected_value` is returned.
         """
         self._refuse("compare_set")
 
@@ -142,7 +143,7 @@ class Store(ABC):
         self._refuse("queue_push")
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Remove the first value from the queue `key`, and return it; only one caller gets a value.
+        """Remove the first value from the queue `key`, and return it. Each value is returned to one caller only.
 
         Args:
             block: whether to wait for a value, for the store's timeout at most.
@@ -158,15 +159,16 @@ class Store(ABC):
         self._refuse("queue_len")
 
     def retire(self, prefix: str, users: int) -> bool:
-        """Record that one of `users` users no longer needs the keys with this prefix; return whether it was the last.
+        """Record that one of `users` users no longer needs the keys that begin with `prefix`.
 
-        The last of these calls removes the keys. A store that does not implement this method keeps them, because the
-        removal must be one atomic step. Does not wait for others.
+        The last of the `users` calls removes the keys and returns True; the earlier calls return False. A store that
+        does not implement this method keeps the keys, because count and removal must be one atomic step. Does not wait
+        for others.
         """
         return False
 
     def barrier(self, key: str, world_size: int, timeout: Timeout = None) -> None:
-        """Block until `world_size` processes have called this with the same `key`; use a key once.
+        """Block until `world_size` processes have called this with the same `key`; use each key for one barrier only.
 
         Args:
             timeout: seconds or timedelta; None is the store's timeout.
@@ -254,7 +256,10 @@ def limit_of(store: Store, timeout: Timeout = None) -> float:
 
 
 def tries(limit: float, first: float = 0.001, most: float = 0.05, growth: float = 2.0) -> Iterator[None]:
-    """Pace a polling loop: yield at once, then after pauses that grow from `first` to `most`, last at the limit."""
+    """Pace a polling loop: yield at once, then after pauses that grow from `first` to `most` seconds.
+
+    The last yield is `limit` seconds after the first.
+    """
     deadline, pause = time.monotonic() + limit, first
     while True:
         yield
@@ -266,7 +271,10 @@ def tries(limit: float, first: float = 0.001, most: float = 0.05, growth: float 
 
 
 def count_in(store: Store, counter: str, last: str, size: int, limit: float | None, came: str) -> None:
-    """Count this process, and wait at most `limit` seconds until all `size` are counted; None: do not wait."""
+    """Count this process, and wait at most `limit` seconds until `size` processes are counted; None: do not wait.
+
+    `came` is what these processes do, for the error text: "3 of 4 processes CAME within 5 s".
+    """
     if store.add(counter, 1) == size:
         store.set(last, b"")
     if limit is None:
@@ -287,7 +295,7 @@ def checked_key(key: Any) -> str:
 
 
 def checked_keys(keys: Any) -> list[str]:
-    """Return the list of keys; UsageError if it is a str, or has an item that is not a str."""
+    """Return `keys` as a list; UsageError if it is a str or no sequence, or if an item is not a str."""
     return [checked_key(key) for key in _items("keys", keys)]
 
 
@@ -310,13 +318,19 @@ def _items(what: str, items: Any) -> list[Any]:
 
 
 def not_set(keys: Sequence[str], limit: float, count: int | None = None) -> StoreTimeoutError:
-    """Return the error for `count` keys, of which `keys` are the first, that were not set within `limit` seconds."""
+    """Return the error for keys that were not set within `limit` seconds.
+
+    `count` is their number, if `keys` has only the first of them.
+    """
     names = listed([repr(key) for key in keys], count)
     were = "was" if (len(keys) if count is None else count) == 1 else "were"
     return StoreTimeoutError(f"{names} {were} not set in the store within {limit:g} s")
 
 
 def listed(items: Sequence[object], count: int | None = None) -> str:
-    """Return a text that names the first LISTED of `items` and the number of the others; `count`: of all items."""
+    """Return a text that has the first LISTED of `items` and the number of the others.
+
+    `count` is the number of all items, if `items` has only the first of them.
+    """
     more = (len(items) if count is None else count) - LISTED
     return ", ".join(map(str, items[:LISTED])) + (f" and {more} more" if more > 0 else "")

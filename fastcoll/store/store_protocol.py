@@ -5,16 +5,18 @@ Then the client sends requests, and the server sends answers, in frames (frames.
 
 A *peer* is the other end of a connection. It has one request under way at a time, which bounds what is queued for it. A
 peer is dropped if it violates the protocol, or if it sends further bytes before its request is answered. The server
-waits for bytes beyond an opening only after it has accepted the opening, and for the body of a frame only after it has
-accepted the header.
+checks an opening before it waits for the proof, and the header of a frame before it waits for the body.
 
-A peer whose opening is not answered yet tries again if it is dropped, so OPENING_SECONDS are enough for an opening.
-After the answer a peer regards the connection as established, though its process may be stopped or starved. So it has
-at least the store's timeout for its proof and for each request. Peers without a proof are limited in number instead: at
-most MOST_OPENINGS whose opening is not answered, and at most MOST_OPENINGS that owe their proof after the answer. Each
-costs one descriptor and at most 112 bytes. Beyond either limit the oldest connection is dropped. When no descriptor is
-left, a new connection replaces the oldest one without an answer. If all are answered, it replaces the one that has owed
-its proof longest, if that is at least OPENING_SECONDS.
+Time limits: a peer must send its opening within OPENING_SECONDS. That is enough, because a peer that is dropped before
+the server has answered its opening tries again. After the answer the peer regards the connection as established, and
+does not try again, although its process may be stopped or starved. So it has at least the store's timeout to send its
+proof, and then to send each request.
+
+Limits of numbers: at most MOST_OPENINGS peers have an opening without an answer, and at most MOST_OPENINGS peers have
+an answer and have not sent their proof. Each of these costs one descriptor and at most 112 bytes. Beyond either limit
+the oldest peer is dropped. When no descriptor is left, a new connection replaces the oldest peer without an answer. If
+there is none, it replaces the peer that was answered first and has not sent its proof, but only OPENING_SECONDS or more
+after that answer.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ from .opening import (
 from .table import CHANGING, Op, StoreRequest, Table
 
 OPENING_SECONDS = 5.0
-# Limit of connections without an answer, and also of answered connections without a proof. It is twice what a server
-# accepts at once (serving.py), so even if all ranks connect at once, none whose opening has arrived is dropped.
+# The limit of peers without an answer, and that of answered peers without a proof. It is twice what a server accepts at
+# once (serving.py), so even if all ranks connect at once, no peer whose opening has arrived is dropped.
 MOST_OPENINGS = 2048
 # A peer has at least this many seconds to send a request after its first byte, enough for 8 MiB at 140 kB/s.
 FRAME_SECONDS = 60.0
@@ -51,17 +53,17 @@ FRAME_SECONDS = 60.0
 
 @dataclass(slots=True)
 class _Peer:
-    """One connection: its unread bytes, its state, and its request that waits for keys."""
+    """One connection: its state, its unread bytes, and its request if that waits for keys."""
 
-    steps: Generator[None, None, None]
+    steps: Generator[None, None, None]  # StoreServer._converse
     answering: Answering
     buffer: bytearray = field(default_factory=bytearray)
-    is_open: bool = False
+    is_open: bool = False  # the handshake is complete
     deadline: float | None = None
-    waiting: StoreRequest | None = None
-    missing: bytes = b""
+    waiting: StoreRequest | None = None  # the request, while a key of it is missing
+    missing: bytes = b""  # the missing key under which the peer is parked
     place: int = 0  # index of `missing` among the keys of the request
-    will: StoreRequest | None = None
+    will: StoreRequest | None = None  # Op.WILL
 
     def take(self, count: int) -> bytes:
         data = bytes(self.buffer[:count])
@@ -84,8 +86,9 @@ class StoreServer:
     def __init__(self, secret: bytes, timeout: float, name: bytes = b"") -> None:
         """Make a server without connections.
 
-        `timeout`: the store's timeout, which its clients have as well. `name`: if the secret does not identify the job,
-        the clients' name for this store (address.py); else empty.
+        `timeout`: the store's timeout, which is also the clients' timeout. `name`: if the secret does not identify the
+        job, the digest that clients of this store send in the group field of their opening (address.name_of); else
+        empty.
         """
         self.outbox: list[tuple[int, bytes]] = []
         self.drops: list[tuple[int, str]] = []
@@ -95,14 +98,15 @@ class StoreServer:
         self._name = name
         self._table = Table()
         self._peers: dict[int, _Peer] = {}
-        # The connections without an answer, and the answered ones without a proof by the time of the answer. Both are
-        # in order, the oldest first.
+        # Peers without an answer to their opening; and answered peers without a proof, with the time of the answer.
+        # Both have the oldest first.
         self._opening: dict[int, None] = {}
         self._proving: dict[int, float] = {}
         # Peers that wait for a key (parked peers). A peer is registered under one missing key of its request at a time;
         # when that key is set, the peer is registered under its next missing key.
         self._parked: dict[bytes, set[int]] = {}
-        # (deadline, number, peer), soonest first; an entry that is not its peer's current deadline is skipped.
+        # A heap of (deadline, number, peer); the number breaks ties. An entry that is not its peer's current deadline
+        # is skipped.
         self._deadlines: list[tuple[float, int, int]] = []
         self._numbers = itertools.count()
         self._now = 0.0
@@ -125,7 +129,7 @@ class StoreServer:
         self._set_deadline(peer, now + OPENING_SECONDS)
 
     def give_way(self, now: float) -> bool:
-        """Drop a connection without a proof, to free its descriptor; return False if there is none to drop."""
+        """Drop a peer that has not sent its proof, to free its descriptor; return False if none may be dropped."""
         oldest = next(iter(self._opening or self._proving), None)
         if oldest is None or now - self._proving.get(oldest, float("-inf")) < OPENING_SECONDS:
             return False
@@ -138,7 +142,7 @@ class StoreServer:
         self._drop(peer, "" if state.is_open else state.answering.ended())
 
     def disconnect(self, peer: int) -> None:
-        """Forget a closed connection, and execute its will: set the key that the peer chose for this (Op.WILL)."""
+        """Forget a closed connection, and execute the peer's will: set the key of its WILL request, if it sent one."""
         state = self._peers.pop(peer, None)
         self._opening.pop(peer, None)
         self._proving.pop(peer, None)
@@ -183,7 +187,10 @@ class StoreServer:
         return self._deadlines[0][0] if self._deadlines else None
 
     def refusal(self) -> bytes:
-        """Return the opening that rejects a connection because the server is full; the driver sends it and closes."""
+        """Return an opening that rejects a client because the server is full.
+
+        The driver sends it, and closes the connection.
+        """
         return Opening.of(self._me, Role.ANSWERS, ConnectionKind.STORE, 0, 1, OpeningResult.FULL).to_bytes()
 
     def _converse(self, peer: int) -> Generator[None, None, None]:
@@ -232,7 +239,7 @@ class StoreServer:
                 yield
 
     def _until(self, count: int, peer: int, state: _Peer) -> Generator[None, None, None]:
-        """Yield until `count` bytes have arrived; once a request has begun, set the deadline for its rest."""
+        """Yield until `count` bytes have arrived; at a request's first byte, set the deadline for its other bytes."""
         while len(state.buffer) < count:
             if state.is_open and state.buffer and state.deadline is None:
                 self._set_deadline(peer, self._now + self._frame_seconds)
@@ -272,7 +279,7 @@ class StoreServer:
             self.outbox.append((peer, answers[same]))
 
     def _still_missing(self, state: _Peer, request: StoreRequest) -> bytes | None:
-        """Return the next missing key. The search starts at the key that was missing last, to check each key once."""
+        """Return the next missing key, or None. The search starts at the last missing key, to check each key once."""
         for place in range(state.place, len(request.keys)):
             if self._table.get(request.keys[place]) is None:
                 state.place = place

@@ -1,8 +1,8 @@
-"""The table of keys and values that every store of this package has, and the methods of Store on top of it.
+"""The table of keys and values behind HashStore, FileStore and TCPStore, and the base class of these stores.
 
-A StoreRequest is one operation; Table.apply executes it in memory. TableStore turns calls of Store's methods into
-requests, and text and numbers into bytes. The stores in memory, in a file and on a TCP server differ only in how a
-request reaches a table, and in which waiters wake up afterwards.
+A StoreRequest is one operation; Table.apply executes it in memory. TableStore, the base class, turns calls of Store's
+methods into requests, and text and numbers into bytes. The three stores differ only in how a request reaches the table
+(in this process's memory, in a file, on a server), and in how calls that wait for a key notice that it is set.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ MAX_KEYS = 128 << 10
 MAX_KEYS_PER_REQUEST = 1024
 MAX_TOTAL = 1 << 30  # bytes of keys and values in one table
 # The answer to a GET, PEEK or KEYS has only as many values or keys as fit into this many bytes, but at least the first.
+# The client then requests the rest.
 MAX_ANSWER = MAX_VALUE + (64 << 10)
 _SET = b"="  # precedes each value in the answer to PEEK; a key that is not set has an empty field
-# A queue is the value of one key. Each of its items is this mark, the item's length and its bytes, so a push is an
+# A queue is stored as the value of one key: for each item _MARK, the item's length and its bytes. So a push is an
 # APPEND.
 _ITEM = struct.Struct("!4sI")
 _MARK = b"\0ITM"
-_DONE = b"\0done"  # a prefix and this suffix: the key that counts the users that have retired the prefix
+_DONE = b"\0done"  # the key `prefix + _DONE` counts the RETIRE requests for this prefix
 _RETIRE_SECONDS = 1.0  # timeout of RETIRE; short, because the caller is leaving and the server may be stopped
 
 
 class Op(IntEnum):
-    """The operations. GET, WAIT and POP need all their keys to be set; the others never wait."""
+    """The operations. GET, WAIT and POP wait until all their keys are set; the others never wait."""
 
     SET = 1
     GET = 2
@@ -52,10 +53,13 @@ class Op(IntEnum):
     APPEND = 8
     NUM_KEYS = 9
     PEEK = 10
-    POP = 11  # removes the first item of the queue under a key; removing the last item removes the key
+    POP = 11  # removes the first item of the queue under a key, and returns it; with the last item the key is removed
     KEYS = 12  # returns the keys that sort after the given one, in order, as many as fit into an answer
-    WILL = 13  # the server sets this key when the connection ends, unless it is set by then; no key: withdraws the will
-    RETIRE = 14  # removes the keys with this prefix once as many clients have sent RETIRE as the value says
+    # The server sets this key when the client's connection ends, unless the key is set by then. A WILL without a key
+    # withdraws the client's earlier WILL.
+    WILL = 13
+    # Counts these requests for a prefix. When the count reaches the value, removes all keys with the prefix.
+    RETIRE = 14
 
 
 # Op -> (fewest keys, most keys, values for each key)
@@ -122,8 +126,9 @@ class Table:
         """Execute a request whose keys are not missing; return its answer.
 
         Raises:
-            StoreError: a limit would be exceeded, or ADD finds a value that is not an integer. The key that failed
-                keeps its value; in a SET of several keys the keys before it are set.
+            StoreError: a limit would be exceeded, or a value is not what the operation needs (an integer for ADD, a
+                queue for POP). The key that failed keeps its value; in a SET of several keys the keys before it are
+                set.
         """
         data = self._data
         key = request.keys[0] if request.keys else b""
@@ -209,7 +214,7 @@ class Table:
 
 
 def _items(queue: bytes, key: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each item of the queue under `key`, including its mark and length."""
+    """Yield the start and end of each item in `queue`, the value of `key`; an item begins with its mark."""
     start = 0
     while start < len(queue) or not queue:
         mark, length = _ITEM.unpack_from(queue, start) if len(queue) - start >= _ITEM.size else (b"", 0)
@@ -232,7 +237,7 @@ def _those_that_fit(values: Iterable[bytes]) -> list[bytes]:
 
 
 def _whole_number(text: bytes, key: bytes) -> int:
-    """Return `text`, a value of `key` or an amount for it, as an integer; StoreError: it is not one."""
+    """Return `text` as an integer. StoreError, which names `key`: it is not an integer."""
     if len(text) <= 20 and text.removeprefix(b"-").isdigit():
         return int(text)
     raise StoreError(f"{shown(key)} holds {text[:40]!r}, which is not an integer")
@@ -245,15 +250,15 @@ def shown(key: bytes) -> str:
 
 
 class TableStore(Store):
-    """A store whose operations are requests to a table, in this process, a file or a server."""
+    """A store whose operations are requests to a table, which is in this process, in a file or on a server."""
 
     _closed = False
 
     @abstractmethod
     def _ask(self, request: StoreRequest) -> list[bytes] | Missing:
-        """Execute `request` and return its answer, or the keys that are missing at its timeout.
+        """Execute `request` and return its answer, or the keys that are still missing at its timeout.
 
-        Blocks for `request.timeout` seconds while keys of a GET, WAIT or POP are missing.
+        While keys of a GET, WAIT or POP are missing, block, for at most `request.timeout` seconds.
         """
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -335,14 +340,15 @@ class TableStore(Store):
         return True
 
     def _fields(self, op: Op, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
-        """Return one field for each key (none for WAIT), with as many requests as needed."""
+        """Return the answer's fields, one for each key (none for WAIT), by as many requests as needed."""
         keys, limit = checked_keys(keys), limit_of(self, timeout)
         deadline = time.monotonic() + limit
         found: list[bytes] = []
         missing, count, at = list[bytes](), 0, 0
         while at < len(keys):
             part = keys[at : at + MAX_KEYS_PER_REQUEST]
-            # If a key was missing, the timeout has passed, so the remaining keys are checked without waiting.
+            # If a key was missing, the timeout has passed. The error names all missing keys, so the remaining keys are
+            # checked, by WAIT requests that do not block.
             answer = self._request(
                 op if not count else Op.WAIT, part, (), max(deadline - time.monotonic(), 0.0)
             )
@@ -362,7 +368,7 @@ class TableStore(Store):
         values: Sequence[str | bytes] = (),
         timeout: float | None = None,
     ) -> list[bytes]:
-        """Return the answer to one request with a timeout; None: the store's timeout."""
+        """Execute one request, and return the fields of its answer; `timeout` None is the store's timeout."""
         limit = limit_of(self, timeout)
         answer = self._request(op, keys, values, limit)
         if isinstance(answer, Missing):
@@ -383,7 +389,7 @@ def closed_meanwhile(store: Store) -> StoreError:
 
 
 def check_process(store: Store, pid: int) -> None:
-    """Raise UsageError in a forked child of `pid`, the process that opened the store."""
+    """Raise UsageError if this process is a forked child of `pid`, the process that opened the store."""
     if pid != os.getpid():
         name = type(store).__name__
         raise UsageError(
