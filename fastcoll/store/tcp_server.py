@@ -1,4 +1,4 @@
-"""The thread that serves a TCP store: it only moves bytes between sockets and the StoreServer."""
+"""The thread that serves a TCP store: it moves bytes between the sockets and a StoreServer (store_protocol.py)."""
 
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ from .store_protocol import StoreServer
 logger = logging.getLogger("fastcoll")
 
 _CHUNK = 64 << 10
-_PROBE_AFTER_SECONDS = 30  # clients, which wait for this machine, probe more often
+# A client whose host is silent this long is probed. Clients probe the server sooner, because their calls wait for it.
+_PROBE_AFTER_SECONDS = 30
 _NOTHING = memoryview(b"")
 
 
 @dataclass(slots=True)
 class _Link:
-    """A connection and the bytes to send on it; while there are any, it is polled for writing and not for reading."""
+    """A connection, and the bytes that are still to be sent on it.
+
+    While there are such bytes (`is_behind`), the connection is polled for writing and not for reading.
+    """
 
     socket: socket.socket
     host: str
@@ -45,9 +49,10 @@ class _Link:
 
 
 class TCPServer(SocketServer):
-    """A store's server on `host`:`port` (0: a free port) or on a given socket.
+    """A store's server on `host`:`port` (0: a free port), or on the listening socket with the descriptor `listening`.
 
-    `share`: whether other stores of this process find this server by its host and port. `timeout`: as for StoreServer.
+    `share`: whether other TCPStores of this process can use this server, found by its host and port. `timeout`: as for
+    StoreServer.
     """
 
     def __init__(
@@ -103,10 +108,11 @@ class TCPServer(SocketServer):
         return [link.socket for link in self._links.values()]
 
     def refuse(self, listening: socket.socket, error: OSError) -> None:
-        """Handle an accept without a free descriptor.
+        """Handle an accept that failed because a resource is exhausted.
 
-        Raise this process's limit. If it cannot be raised, drop a connection without a proof and accept the new one. If
-        every connection has its proof, close the new one and log that the limit is too low.
+        If this process has no free descriptor, raise its limit. If the limit cannot be raised, drop a peer without a
+        proof (StoreServer.give_way) and accept the new connection. If there is no such peer, close the new connection
+        and log that the limit is too low. If another resource is exhausted, only log and pause.
         """
         if error.errno != errno.EMFILE:
             logger.warning(
@@ -116,9 +122,8 @@ class TCPServer(SocketServer):
             return
         self._close_spare()
         if not raise_limit(MORE_DESCRIPTORS, f"the store's {len(self._links)} connections and more"):
-            with contextlib.suppress(
-                OSError
-            ):  # no connection waits: accept allocates a descriptor before it looks for a connection
+            # The accept may fail because no connection waits: EMFILE is reported before the kernel looks for one.
+            with contextlib.suppress(OSError):
                 connection, address = listening.accept()
                 if self._core.give_way(time.monotonic()):
                     self.accepted(connection, str(address[0]))
@@ -141,7 +146,8 @@ class TCPServer(SocketServer):
             connection.setblocking(False)
             connection.send(self._core.refusal())
             connection.shutdown(socket.SHUT_WR)
-            connection.recv(_CHUNK)  # closing a socket with unread bytes would send a reset
+            # A close with unread bytes would send a reset, and the client might then not read the refusal.
+            connection.recv(_CHUNK)
 
     def close_descriptors(self) -> None:
         super().close_descriptors()
@@ -162,7 +168,7 @@ class TCPServer(SocketServer):
                 self._close(peer)
 
     def _flush(self, peer: int, link: _Link) -> None:
-        """Send without blocking. While bytes are left, do not read from the peer: it must read its answer first."""
+        """Send without blocking. While bytes are left, poll only for writing: the peer must read its answer first."""
         try:
             while link.out:
                 link.out = link.out[link.socket.send(link.out) :] or _NOTHING

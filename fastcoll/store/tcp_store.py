@@ -31,39 +31,41 @@ from .waiting import LateWarning
 T = TypeVar("T")
 logger = logging.getLogger("fastcoll")
 
-# Seconds that an answer may take beyond the request's own timeout. After that the call raises StalledError; a wait
-# retries until its own timeout (waiting.py), because the server may only be stopped for a while.
+# Seconds that an answer may take beyond the request's own timeout. After that the call raises StalledError.
+# `waiting.fetch_for` then repeats the request until its own timeout, because the server may be stopped for a while.
 GRACE_SECONDS = 5.0
-# The time limit of one attempt to connect, and the interval at which the attempt reports that it has no answer yet.
+# The time limit of one attempt to connect, and the interval at which a pending attempt checks whether to log a warning.
 _TRY_SECONDS, _LOOK_SECONDS = 10.0, 0.25
-# How long a client retries while the server is full. It is short, because connections last as long as the job.
+# How long a client retries while the server has no free descriptor. This is short, because a server that is full stays
+# full: its connections last as long as the job.
 _FULL_SECONDS = 2.0
-# A server can listen on these addresses ("all interfaces"), but a client cannot connect to them.
+# A server can listen on these addresses ("all interfaces"), but a client on its machine must connect to these instead.
 _REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-# With these two numbers the kernel detects within 11 s that the other machine is gone. While a request is
-# unacknowledged, the kernel sends no keep-alive probes; then TCP_USER_TIMEOUT, the second number, ends the connection.
-# Without it the kernel would retry for 15 minutes.
+# With these two numbers the kernel detects within 11 s that the server's machine is gone. The first is for an idle
+# connection: the kernel sends keep-alive probes after this many silent seconds (address.probe). While data is
+# unacknowledged, the kernel sends no probes; then the second, TCP_USER_TIMEOUT, ends the connection. Without it the
+# kernel would retransmit for 15 minutes.
 _PROBE_AFTER_SECONDS, _SILENT_MILLISECONDS = 5, 11_000
 
 
 class TCPStore(TableStore):
     """A store that the master serves at `host_name`:`port`.
 
-    Thread safe: calls of several threads use separate connections and do not block one another. After the server is
-    lost there is no reconnection: every call raises StoreError. A child process made by fork must open its own store.
-    Both ends prove that they have the job's secret (FASTCOLL_SECRET, FASTCOLL_SECRET_FILE, else the user's own secret).
+    Thread safe: calls of several threads use separate connections and do not block one another. A store whose server is
+    lost does not reconnect: every call raises StoreError. A child process made by fork must open its own store. Both
+    ends prove that they have the job's secret (FASTCOLL_SECRET, FASTCOLL_SECRET_FILE, else the user's own secret).
 
     Args:
         host_name: name or address of the master's machine; the server listens on this address only.
-        port: the server's port; 0: the master takes a free one.
+        port: the server's port; 0 (only for the master): a free port.
         world_size: the number of processes that open the store, including the master; None: any number.
         is_master: serve the store in this process.
         timeout: the time limit of blocking operations, and of connecting.
         wait_for_workers: whether the master waits here until `world_size` processes have opened the store.
-        multi_tenant: whether to share the server that an earlier master in this process has made for this port.
-        master_listen_fd: the descriptor of a listening socket, on which the master serves and which it finally closes.
+        multi_tenant: whether masters in this process with the same host and port share one server.
+        master_listen_fd: the descriptor of a listening socket, on which the master serves; the server closes it.
         use_libuv: has no effect, like `libuvBackend`, because fastcoll has only one kind of server.
-        port_note: appended to the warning that no connection can be made.
+        port_note: text to append to the warning that no connection can be made.
 
     Raises:
         UsageError: an argument is wrong.
@@ -160,10 +162,10 @@ class TCPStore(TableStore):
         return TCPStore(self.host, self.port, timeout=self.timeout)
 
     def bequeath(self, key: str, value: str) -> Callable[[], None]:
-        """Let the server set `key` when this process ends, unless the key is set by then.
+        """Make the server set `key` to `value` when this process ends, unless the key is set by then.
 
         Returns:
-            A function that withdraws this request. It never blocks. It may be called twice, and after the store is
+            A function that withdraws this request. It never blocks. It may be called twice, also after the store is
             closed.
         """
         request = StoreRequest(Op.WILL, (key.encode(),), (value.encode(),), limit_of(self))
@@ -193,7 +195,7 @@ class TCPStore(TableStore):
             status, fields = connection.ask(request, deadline)
             usable = True
         except StalledError:
-            usable = connection.is_owed  # a late answer is skipped
+            usable = connection.is_owed  # then the next call on this connection skips the late answer
             raise
         except LostError as error:
             if self._closed:
@@ -214,7 +216,10 @@ class TCPStore(TableStore):
         return fields
 
     def _another(self, deadline: float) -> TCPConnection:
-        """Open another connection; this may fail if the server is stopped, starved, flooded or far away."""
+        """Open another connection to the same server.
+
+        LostError: this server is gone. StalledError: it does not answer; it is stopped, overloaded or unreachable.
+        """
         grace = max(deadline - time.monotonic(), 0.0)
         try:
             connection = connect(self.host, self.port, self._secret, grace, was_there=True)
@@ -254,8 +259,8 @@ class LostError(StoreError, ConnectionError):
 class TCPConnection:
     """An open connection, for one thread at a time.
 
-    After an error, close the connection. But if the error is a StalledError and `is_owed` is True, the connection can
-    be used again; the next call then skips the late answer. `instance` identifies the server: another server on the
+    After an error, the connection must be closed. There is one exception: after a StalledError with `is_owed` True it
+    can be used again, and the next call skips the late answer. `instance` identifies the server: another server on the
     same port has another value. `local_address` is the address of this end.
     """
 
@@ -292,7 +297,7 @@ class TCPConnection:
         self._socket.close()
 
     def interrupt(self) -> None:
-        """Make a call that waits on another thread fail."""
+        """Make a call that is waiting in this connection on another thread fail."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -317,7 +322,7 @@ class TCPConnection:
                 self.send(error.answer, deadline)
             if error.result is OpeningResult.FULL:
                 raise _FullError(errno.EMFILE, "the server has no file descriptor left") from error
-            assert dialing.theirs is not None, "it was refused"
+            assert dialing.theirs is not None, "a refusal comes after the peer's opening"
             its = dialing.theirs.protocol
             why = f"speaks protocol {its}, this process another; run one version of fastcoll on all ranks"
             if error.result is OpeningResult.SECRET:
@@ -332,7 +337,7 @@ class TCPConnection:
             raise StoreError(f"the store at {self._where} {why}") from error
         except OpeningError as error:
             raise StoreError(f"{self._where} answers, but is not a fastcoll store: {error}") from error
-        assert dialing.theirs is not None, "it has come"
+        assert dialing.theirs is not None, "the handshake is complete"
         self.instance = dialing.theirs.group
 
     def send(self, data: bytes, deadline: float) -> None:
@@ -352,7 +357,7 @@ class TCPConnection:
         return bytes(data)
 
     def _receive(self, deadline: float, operation: Callable[[Any], T], data: memoryview | int) -> T:
-        """Run a receiving operation; warn once if the server is silent for long."""
+        """Run a receiving operation; warn once if the server sends nothing for 5 s more than the request may take."""
         if self._warn_at + GRACE_SECONDS <= deadline:
             try:
                 return self._do(self._warn_at, operation, data)
@@ -379,8 +384,12 @@ def connect(
     If this takes longer than half of FASTCOLL_WARN_AFTER (by default longer than 5 s), log one warning with the reason
     and `port_note`.
 
+    Args:
+        was_there: whether this process was connected to the store before. Then an address at which no process listens
+            means that the store is lost, so this is not retried.
+
     Raises:
-        LostError: no process listens at the address, and `was_there` is True, because the store was reached before.
+        LostError: no process listens at the address, and `was_there` is True.
         StoreTimeoutError: no store was reached within `timeout`.
         StoreError: another program listens there, or the secrets differ.
         ResourceError: the server has reached its limit of file descriptors, or this host has no port left.
@@ -433,7 +442,7 @@ def _why(error: OSError, host: str) -> str:
 
 
 def _connected(host: str, port: int, deadline: float, look: Callable[[str], None]) -> socket.socket:
-    """Open a TCP connection. While there is no answer, call `look` with a likely reason every 0.25 s."""
+    """Open a TCP connection. While there is no answer, call `look` every 0.25 s, with a likely reason."""
     reason: OSError | None = None
     for family, address in resolve(_REACHABLE.get(host, host), port):
         candidate = socket.socket(family, socket.SOCK_STREAM)

@@ -1,6 +1,6 @@
 """Views of other stores: PrefixStore puts a prefix before every key, TorchStore adapts a store of torch.distributed.
 
-This module does not import torch: a program that has a store of torch has imported it.
+This module does not import torch, because a program that passes a store of torch has already imported torch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .store import Store, checked_key, checked_keys, limit_of, not_set, tries
 
 T = TypeVar("T")
 
-_POLL_SECONDS = 0.01
-_FIRST_LOOK_SECONDS = 0.0002  # a request takes 0.05 ms
+_POLL_SECONDS = 0.01  # the pause between two polls of a queue of torch
+_FIRST_LOOK_SECONDS = 0.0002  # the first pause between two polls for keys; a request takes 0.05 ms
 
 
 def imported(store: Any) -> Store:
-    """Return `store`, in a TorchStore if it is one of torch.distributed; UsageError if it is no store."""
+    """Return `store`, wrapped in a TorchStore if it is torch.distributed's; UsageError if it is no store."""
     if isinstance(store, Store):
         return store
     theirs = getattr(sys.modules.get("torch.distributed"), "Store", None)
@@ -34,7 +34,7 @@ def imported(store: Any) -> Store:
 
 
 class _View(Store):
-    """A view of another store, in which keys have other names."""
+    """A view of another store; `_name` returns the name that a key of the view has in the other store."""
 
     def __init__(self, store: Store) -> None:
         self.underlying_store = store
@@ -93,9 +93,9 @@ class _View(Store):
 class TorchStore(_View):
     """A view of any torch.distributed.Store that all members share; closing the view leaves torch's store open.
 
-    This polls for keys, because torch's TCPStore writes a warning to stderr whenever a `wait` with a timeout ends
-    without the key, which happens every 250 ms in a wait that checks its peers. A pause is at most a fifth of the time
-    waited so far: a group's meeting has six waits in a row, and with doubling pauses a wait of 8 ms would take 15 ms.
+    This class polls for keys, and does not call torch's `wait`: torch's TCPStore writes a warning to stderr whenever a
+    `wait` times out, and fastcoll's waits are made of short ones of 250 ms, to check the peers in between. Pauses grow
+    slowly, because a group's meeting has six waits in a row, and with doubling pauses a wait of 8 ms would take 15 ms.
     """
 
     def __init__(self, store: Any) -> None:
@@ -103,7 +103,7 @@ class TorchStore(_View):
         self.set_timeout(min(store.timeout, timedelta(seconds=MOST_SECONDS)))
 
     def _call(self, method: Callable[..., T], *args: Any) -> T:
-        """Call a method of torch's store; turn its errors, RuntimeErrors of many kinds, into StoreErrors."""
+        """Call a method of torch's store, and raise its errors (RuntimeErrors of many kinds) as StoreErrors."""
         try:
             return method(*args)
         except RuntimeError as error:
@@ -143,13 +143,13 @@ class TorchStore(_View):
 
 
 class PrefixStore(_View):
-    """A view of `store` in which every key is `prefix/key`, so that its users do not interfere.
+    """A view of `store` in which every key is stored as `prefix/key`, so that users with different prefixes are apart.
 
-    All views share the timeout of the store. `num_keys` counts all keys of the store, `list_keys` returns those of the
-    view. Closing a view leaves the store open.
+    All views share the timeout of the store. `num_keys` counts all keys of the store; `list_keys` returns only the keys
+    of the view. Closing a view leaves the store open.
 
     Args:
-        store: of fastcoll or torch.distributed.
+        store: a store of fastcoll or torch.distributed.
     """
 
     def __init__(self, prefix: str, store: Store) -> None:

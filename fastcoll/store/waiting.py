@@ -1,4 +1,4 @@
-"""Waiting for keys of a store while other processes start, may be late, or may die."""
+"""Waits for keys of a store, which end with an error if another process dies, and warn if one is late."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .store import StalledError, Store, listed
 
 logger = logging.getLogger("fastcoll")
 
-SLICE_SECONDS = 0.25
-# At most this many polls a second come from all processes that are in one wait. A poll is two requests, and a store's
-# server answers about 30,000 requests a second (bench/results/2026-11-21-startup-scale.md).
+SLICE_SECONDS = 0.25  # a long wait is a sequence of short waits, each at least this long
+# All processes that are in the same wait together poll at most this many times a second. A poll is two requests, and a
+# store's server answers about 30,000 requests a second (bench/results/2026-11-21-startup-scale.md).
 LOOKS_PER_SECOND = 1000
 # The kernel closes a dying process's sockets shortly before it reports the process as dead.
 _DYING_SECONDS = 0.3
 
 
 class LateWarning:
-    """The one warning of a wait that takes longer than FASTCOLL_WARN_AFTER seconds times `part`.
+    """Logs one warning if a wait takes longer than FASTCOLL_WARN_AFTER seconds times `part`.
 
-    All steps of a wait share one object of this class. The time counts from its construction.
+    All steps of a wait share one object of this class. The time counts from the object's construction.
     """
 
     def __init__(self, part: float = 1.0) -> None:
@@ -36,7 +36,10 @@ class LateWarning:
         self._after: float = part * config.get("FASTCOLL_WARN_AFTER")
 
     def look(self, doing: str, missing: Callable[[], str]) -> None:
-        """Warn, once, if the wait is late: `doing` is its purpose, `missing` names what has not come."""
+        """Warn, once, if the wait takes too long.
+
+        `doing` is the purpose of the wait; `missing` returns what it still waits for.
+        """
         waited = time.monotonic() - self._started
         if waited >= self._after:
             self._after = math.inf
@@ -58,22 +61,23 @@ def fetch_for(
     """Wait for all `keys` and return their values; check between short waits that `members` are alive.
 
     Args:
-        members: processes whose death ends the wait; one whose state is unknown counts as alive. The list is read
-            again at each check.
-        timeout: seconds in all; a stopped store may add a few.
+        members: processes whose death ends the wait; a process whose state is unknown counts as alive. The caller may
+            append to the list meanwhile.
+        timeout: seconds in all; if the store's server is stopped, the call may take a few seconds longer.
+        doing: the purpose of the wait, with which every error text begins.
         between: called after each short wait that ended without the keys; any exception except StalledError ends the
             whole wait.
-        missing: returns the names of what has not come, for the warning and the timeout; None: the keys.
-        late: the warning of the longer wait that this one is a part of.
-        crowd: how many processes are in the same wait (None: the number of `members`). The more they are, the more
-            rarely each of them polls.
+        missing: returns what is still missing, for the warning and the timeout's error; None: the missing keys.
+        late: the LateWarning of the longer wait that this one is a part of; None: a new one.
+        crowd: how many processes are in the same wait (None: the number of `members`). The more there are, the longer
+            are the short waits of each.
         limit: the whole timeout, for error texts, if `timeout` is only what is left of it; None: `timeout`.
 
     Raises:
         PeerDiedError: a member's process has ended.
         StoreTimeoutError: a key was not set in time.
-        StalledError: the store did not answer at the end of the time. Until then a request without an answer is
-            repeated, because the store's process may be stopped for a while.
+        StalledError: the store's server did not answer, and the time is over. Before that, a request without an answer
+            is repeated, because the server's process may be stopped for a while.
         StoreError: the store is gone, and no member is proven dead.
     """
     deadline = time.monotonic() + timeout
@@ -92,9 +96,9 @@ def fetch_for(
             except StoreError as error:
                 raise_if_dying(members, doing, error)
                 raise
-            # `between` runs after the death check: a process publishes before it exits, so all that a dead process has
-            # published is visible now. If `between` raises its exit reason, this is better than raising `died`. If the
-            # dead process has set the keys, there is no error.
+            # `between` runs after the death check. A process publishes before it exits, so whatever a dead process has
+            # published is visible now. If that is the reason of its failure, `between` raises it, which is more precise
+            # than `died`. If it is the keys, there is no error.
             if between is not None:
                 between()
             if died is not None:
@@ -136,7 +140,7 @@ def raise_if_dead(members: Sequence[ProcessId], doing: str) -> None:
 
 
 def raise_if_dying(members: Sequence[ProcessId], doing: str, cause: StoreError) -> None:
-    """Raise if members are dead or are found dead within 0.3 s. Called after the loss of a store."""
+    """Raise PeerDiedError if members are dead, or are found dead within 0.3 s. Called after the loss of a store."""
     deadline = time.monotonic() + _DYING_SECONDS
     while time.monotonic() < deadline:
         died = death_among(members, doing)
