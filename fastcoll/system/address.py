@@ -1,4 +1,4 @@
-"""Names, addresses, listening sockets and file descriptors, for stores."""
+"""Host names, addresses, listening sockets, free ports, and the limit of file descriptors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("fastcoll")
 # 5.4); a client that meets a full queue retries after 1, 3, 7 ... s.
 _BACKLOG = 1 << 16
 _TCP_LISTEN = "0A"  # TCP_LISTEN of the kernel's tcp_states.h
-NAME_SIZE, PLACE_SIZE = 16, 20  # bytes of the digests of a name and of an address
+NAME_SIZE, PLACE_SIZE = 16, 20  # bytes of the digests that `name_of` and `place_of` return
 SockAddr = tuple[str, int] | tuple[str, int, int, int]
 # Targets for "connecting" a datagram socket, which shows the local address that faces the network. Nothing is sent, and
 # these blocks are reserved for documentation (RFC 5737, RFC 3849).
@@ -76,7 +76,8 @@ def listen(host: str, port: int) -> socket.socket:
                 ) from error
             if error.errno != errno.EADDRNOTAVAIL:
                 raise ResourceError(f"the store cannot listen on {where}: {error.strerror}") from error
-            refused = error  # this machine may have only a later address of the name; clients try them all
+            # The name may have several addresses, of which this machine has only a later one; clients try them all.
+            refused = error
     raise UsageError(
         f"the store cannot listen on {where}: that is no address of this machine ({socket.gethostname()}), where "
         "rank 0 runs; give an address of the machine of rank 0"
@@ -94,7 +95,7 @@ def no_port(what: str) -> ResourceError:
     )
 
 
-# A connection that finds no free port is retried for this long, because other connections end meanwhile.
+# If no port is free for a connection, it is retried for this long, because other connections may end meanwhile.
 PORTLESS_SECONDS = 2.0
 
 
@@ -102,7 +103,7 @@ def portless(error: OSError, where: str) -> ResourceError | None:
     """Return the error to raise if a connection failed because no port was free; else None."""
     if error.errno != errno.EADDRNOTAVAIL:
         return None
-    # The errno is the same if this machine has no address of that family; but then a port can still be bound.
+    # The errno is the same if this machine has no address of the target's family; but then a port can still be bound.
     with socket.socket() as other:
         try:
             other.bind(("", 0))
@@ -112,10 +113,10 @@ def portless(error: OSError, where: str) -> ResourceError | None:
 
 
 def probe(connection: socket.socket, after: int) -> None:
-    """Make a connection send small messages at once, and probe a silent host.
+    """Make a connection send small messages at once, and make the kernel probe a silent peer.
 
-    The kernel sends the first probe after `after` silent seconds, and breaks the connection if the host answers none
-    of three probes, 2 s apart. A stopped process does not break it, because its kernel answers.
+    The kernel sends the first probe after `after` silent seconds, and breaks the connection if the peer's host answers
+    none of three probes, 2 s apart. If only the peer's process is stopped, its kernel still answers.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -157,9 +158,9 @@ def is_loopback(host: str) -> bool:
 
 
 def place_of(address: str, port: int) -> bytes:
-    """Return a digest of an address and port, for the first message of a connection.
+    """Return a digest of an address and port, for the opening of a store's client (store/opening.py).
 
-    The digest is equal at both ends of the connection unless the address is translated.
+    The digest is equal at both ends of the connection unless the address is translated on the way (NAT, a tunnel).
     """
     ip = ip_of(address)
     mapped = getattr(ip, "ipv4_mapped", None)  # from a dual-stack socket
@@ -167,7 +168,7 @@ def place_of(address: str, port: int) -> bytes:
 
 
 def name_of(host: str, port: int) -> bytes:
-    """Return a digest of a store's port and of its name as this process was given it."""
+    """Return a digest of a store's host name or address, as this process was given it, and its port."""
     return _digest(host.lower(), port, NAME_SIZE)
 
 
@@ -209,7 +210,7 @@ def own_address(towards: str | None = None) -> str:
 def tcp_sockets() -> Iterator[tuple[int, str, str]]:
     """Yield local port, state and inode of each TCP socket of this network namespace.
 
-    That takes 10 ms on a machine with much memory.
+    This takes 10 ms on a machine with much memory, because the kernel scans its socket table, which grows with memory.
     """
     for name in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(OSError), open(name, encoding="ascii") as file:  # no IPv6 in this kernel
@@ -237,12 +238,12 @@ def port_holder(port: int) -> str | None:
     return None
 
 
-# Descriptors for a process's other uses: files, libraries, pidfds, the connections of its groups.
+# `make_room` keeps this many descriptors free for other uses: files, libraries, pidfds, the connections of groups.
 FOR_OTHERS = 64
 CURE = "raise it before the start (ulimit -n, systemd's LimitNOFILE=, docker's --ulimit nofile=)"
 
 
-# Descriptors by which the limit is raised if the caller needs no particular number.
+# By this number the limit is raised if the caller does not need a particular number of descriptors.
 MORE_DESCRIPTORS = 1024
 
 
@@ -260,7 +261,7 @@ def no_descriptor(error: BaseException, what: str) -> ResourceError | None:
 
 
 def make_room(connections: int, what: str) -> None:
-    """Let this process open `connections` more descriptors for `what`, and some for other uses.
+    """Raise the limit, if needed, so that this process can open `connections` more descriptors for `what`.
 
     Raises:
         ResourceError: the hard limit is too low.
@@ -281,7 +282,7 @@ def raise_limit(by: int, what: str) -> bool:
     """Raise the soft limit of file descriptors by `by`, as far as the hard limit allows.
 
     Returns:
-        whether it was raised.
+        Whether the limit was raised.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft in (resource.RLIM_INFINITY, hard):

@@ -1,8 +1,8 @@
 """Actions around a fork of this process: one list, in the order in which the child runs them.
 
-The child has only the thread that forked, and copies of everything else: locks that none of its threads releases,
-connections that belong to the parent, a flight record of groups that are not its own. Modules register the actions that
-repair this when they are imported. An action that raises is reported, and the others follow, as with
+The child has only the thread that forked, and copies of all else: locks that no thread of the child will release,
+connections that belong to the parent, the flight record of the parent's groups. Modules register actions that repair
+this, when they are imported. If an action raises, the exception is printed and the next action runs, as with
 `os.register_at_fork`.
 """
 
@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 ORDER = (
-    "works",  # before all actions that ask whether a Work belongs to this process
-    "processes",  # a lock, and descriptors of watched processes
-    "record",  # the child gets memory of its own for the blocks that groups write, before groups change them
+    "works",  # first, because later actions check whether a Work belongs to this process
+    "processes",  # replaces a lock, and closes the pidfds of watched processes
+    "record",  # before "groups", which writes to the groups' flight records: gives the child its own copies of these
     "dump",
     "groups",  # makes groups unusable
     "world",
     "servers",  # closes the listening sockets
     "compiling",
-    "arena",  # around the fork: the parent copies the arrays for the child
+    "arena",  # before the fork, the parent copies its arrays in shared memory for the child
     "requests",
     "remote calls",
-    "group descriptors",  # after the groups that they describe
+    "group descriptors",  # after "groups", which they describe
     "torch's threads",
 )
 

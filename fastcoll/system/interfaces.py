@@ -1,8 +1,9 @@
 """The choice of the network interfaces and addresses for a group's connections.
 
-FASTCOLL_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME, names them: "eth0", "eth0,eth1" for both in turn, "^docker0,lo" for any
-interface but these. If neither is set, connections use the local address of the route to the store, and so to the
-master (`outward`). Ranks that share one network namespace use loopback.
+FASTCOLL_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME, names the interfaces: "eth0" is one interface, "eth0,eth1" distributes
+the connections over both, "^docker0,lo" is any interface but these. If neither variable is set, connections use the
+local address of the route to the store, which is also the route to the master (`outward`); if all ranks share one
+network namespace, they use loopback.
 """
 
 from __future__ import annotations
@@ -28,10 +29,7 @@ _GLOBAL_SCOPE, _HOST_SCOPE = 0x00, 0x10
 
 @dataclass(frozen=True)
 class Interface:
-    """One address of an interface.
-
-    Interfaces that are down, and link-local addresses, are left out.
-    """
+    """One address of a network interface; `name` is empty if the interface is not known."""
 
     name: str
     address: str
@@ -50,9 +48,9 @@ class Interface:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The interfaces that the variable `source` selects.
+    """The interfaces that the environment variable `source` selects.
 
-    These are `names`, in this order; with `excluding`, any interfaces but `names`.
+    If `excluding` is False, these are the interfaces `names`, in this order; otherwise, all interfaces except `names`.
     """
 
     names: tuple[str, ...] = ()
@@ -61,7 +59,7 @@ class Wanted:
 
 
 def wanted_here() -> Wanted:
-    """Return the selection in the environment."""
+    """Return the selection in this process's environment variables."""
     if text := config.get("FASTCOLL_SOCKET_IFNAME"):
         return parse(text)
     return parse(os.environ.get("GLOO_SOCKET_IFNAME", ""), "GLOO_SOCKET_IFNAME")
@@ -87,8 +85,9 @@ def choose(wanted: Wanted, there: Sequence[Interface], by_route: str, family: in
     """Choose the addresses to use, in order, from the interfaces in `there`.
 
     Args:
-        by_route: the address that is used if the variable selects none.
-        family: 4 or 6, if the group has settled on one; None: the family of `by_route` is preferred, then IPv4.
+        by_route: the address that is used if the environment variable names no interface.
+        family: 4 or 6, if the group has chosen one; None: first the family of `by_route` is tried, then IPv4, then
+            IPv6.
 
     Raises:
         UsageError: a named interface does not exist, or none has an address of the family.
@@ -127,7 +126,7 @@ def choose_here(towards_store: str, members: Sequence[Member], family: int | Non
     """Choose the addresses for this process in a group.
 
     Args:
-        towards_store: the local address by which this process reaches the group's store; empty if there is none.
+        towards_store: the local address of this process's connection to the group's store; empty: it has none.
     """
     there = interfaces_here()
     if all(member.same_network(members[0]) for member in members):
@@ -152,7 +151,7 @@ def choose_here(towards_store: str, members: Sequence[Member], family: int | Non
 
 
 def address_for_others() -> str:
-    """Return the address by which other machines reach this rank, if the user has set none.
+    """Choose the address by which other machines reach this rank; for callers to which the user has given no address.
 
     Raises:
         UsageError: FASTCOLL_SOCKET_IFNAME matches no interface of this machine.
@@ -176,7 +175,10 @@ def outward(there: Sequence[Interface], towards_store: str = "") -> str:
 
 
 def interfaces_here() -> list[Interface]:
-    """Return the addresses of this network namespace, IPv4 first, in the order of the interfaces."""
+    """Return the addresses of this network namespace, IPv4 first, in the order of the interfaces.
+
+    Link-local addresses, and interfaces that are down, are left out.
+    """
     names, found = [], []
     for _, name in socket.if_nameindex():
         with contextlib.suppress(OSError):  # the interface was just removed, or has no IPv4 address
@@ -191,7 +193,7 @@ def interfaces_here() -> list[Interface]:
 
 
 def parse_inet6(table: str) -> list[Interface]:
-    """Return the addresses in /proc/net/if_inet6 that are valid without naming an interface."""
+    """Return the addresses in /proc/net/if_inet6, without the link-local ones, which need an interface's name."""
     found = []
     for line in table.splitlines():
         number, _, _, scope, _, name = line.split()
@@ -205,22 +207,23 @@ def _ask(request: int, name: str) -> bytes:
         return fcntl.ioctl(any_socket, request, struct.pack("256s", name.encode()[:15]))
 
 
-# A host is given up 8 s after its last sign of life.
+# The connection with a silent host is broken 8 s after the last packet from the host.
 _PROBE_AFTER_SECONDS, _SILENT_MILLISECONDS = 2, 8000
 
 
 def tune(connection: socket.socket) -> None:
-    """Make a connection nonblocking, send small messages at once, and probe a silent peer."""
+    """Make a connection nonblocking, make it send small messages at once, and make the kernel probe a silent peer."""
     connection.setblocking(False)
     probe(connection, _PROBE_AFTER_SECONDS)
 
 
 def watch(connection: socket.socket) -> None:
-    """Give up a control connection 8 s after the last sign of life of the peer's host.
+    """Make the kernel break a control connection 8 s after the last packet from the peer's host.
 
-    The limit holds whether or not data is unacknowledged. Do not use it for other connections: TCP_USER_TIMEOUT also
-    ends a connection whose reader leaves its buffer full for that long, although the reader is alive and only busy (on
-    Linux 6.18 with a limit of 3 s: ETIMEDOUT after 3.5 s). The two notices of a control connection never fill a buffer.
+    The probes of `tune` do this only while no data is unacknowledged; with TCP_USER_TIMEOUT the limit holds always. Do
+    not use this for other connections: TCP_USER_TIMEOUT also ends a connection whose reader leaves its buffer full for
+    that long, although the reader is alive and only busy (on Linux 6.18 with a limit of 3 s: ETIMEDOUT after 3.5 s).
+    The two notices of a control connection never fill a buffer.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_MILLISECONDS)
 

@@ -1,6 +1,6 @@
-"""Mappings made directly with mmap.
+"""Memory mappings made directly with mmap(2).
 
-They are for memory whose address must be chosen, or that must outlive Python's objects.
+They are for memory whose address the caller must choose, or that must outlive the Python objects that use it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def map_memory(
 ) -> int:
     """Map a file descriptor, or private memory if there is none; return the address.
 
-    Only `unmap_memory` unmaps it.
+    The memory stays mapped until `unmap_memory`.
 
     Args:
-        at: the address; a mapping there is replaced; 0: the kernel chooses one.
+        at: the address, where an existing mapping is replaced; 0: the kernel chooses the address.
         populate: allocate all pages at once.
     """
     flags = (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED) | _NORESERVE | (_FIXED if at else 0)
@@ -41,14 +41,15 @@ def map_memory(
 
 
 def unmap_memory(address: int, nbytes: int) -> None:
-    """Unmap memory of `map_memory`."""
+    """Unmap memory that `map_memory` has mapped."""
     _libc.munmap(address, nbytes)
 
 
 def aside(fd: int) -> int:
-    """Move a descriptor to a high number.
+    """Move a descriptor to a high number, and return the number.
 
-    Faulty code may close a number that has been reused for a descriptor of this library; it rarely hits a high number.
+    Faulty code in the program may close a descriptor twice. The second close then hits whatever reuses the number. The
+    kernel reuses the lowest numbers first, so a descriptor with a high number is rarely hit.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

@@ -1,7 +1,7 @@
-"""This user's files with predictable names in folders where other users may write.
+"""Safe opens of this user's files that have predictable names in folders where other users may write.
 
-Another user may put a symbolic link there, through which one of this user's files would be overwritten, or a pipe, on
-which an open would block.
+Another user may put a symbolic link at such a name, through which one of this user's files would be overwritten, or a
+pipe, on which an open would block.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import BinaryIO
 
 
 def open_own(path: str | os.PathLike[str], flags: int, mode: int) -> int:
-    """Open `path` as a regular file of this user with no other name, or create it. Does not block.
+    """Open `path`, a regular file of this user without further hard links, or create it. Does not block.
 
     Args:
         path: the file.
-        flags: of os.open, without O_TRUNC: a rejected file is not changed.
-        mode: permissions of a file that is created.
+        flags: for os.open, without O_TRUNC, so that a rejected file is not changed.
+        mode: permissions of the file if it is created.
 
     Raises:
-        PermissionError: `path` is something else.
-        OSError: it cannot be created or opened; ELOOP: it is a symbolic link.
+        PermissionError: `path` exists and is not such a file.
+        OSError: the file cannot be created or opened; ELOOP: `path` is a symbolic link.
     """
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with suppress(FileExistsError):
@@ -37,7 +37,7 @@ def open_own(path: str | os.PathLike[str], flags: int, mode: int) -> int:
 
 
 def open_anew(path: str | os.PathLike[str]) -> BinaryIO:
-    """Create `path` for writing after unlinking the old file; a symbolic link is not followed."""
+    """Unlink the file `path`, if it exists, and create it anew for writing; do not follow a symbolic link."""
     with suppress(FileNotFoundError):
         os.unlink(path)
     return open(path, "xb")

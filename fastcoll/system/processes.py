@@ -1,11 +1,11 @@
-"""The ranks of a group and their processes.
+"""The ranks of a group and their processes: identifies processes and nodes, and proves that a process is dead.
 
-This file identifies processes and nodes, and proves that a process is dead. A process is identified by its pid and the
-clock tick at which it started, within a boot and a pid namespace, so that a recycled pid is never taken for a living
-peer. Death is detected with a pidfd, which becomes readable when the process has ended (a zombie has ended). The pidfds
-are kept in one table, because groups check every few milliseconds while they wait. Processes on other machines or in
-other containers are *out of sight*: they cannot be checked. For those, *witnesses*, the objects that hold connections,
-report lost connections.
+A process is identified by its pid and the clock tick at which it started, within a boot and a pid namespace. So if the
+kernel reuses the pid of a dead peer, the new process is not taken for the peer. Death is detected with a pidfd, which
+becomes readable when the process has ended (a zombie has ended). The pidfds are kept in one table, because groups check
+every few milliseconds while they wait. Processes on other machines or in other containers are *out of sight*: this
+process cannot check them. Instead, a *witness*, an object that has connections with such processes, reports those whose
+connection is lost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ P = TypeVar("P", bound="ProcessId")
 _MAX_BYTES = 4096
 
 SESSION = "PYTEST_FASTCOLL_SESSION"
-"""The variable with which a pytest session marks its processes, and so their names in shared memory."""
+"""The environment variable with which a pytest session marks its processes and their names in shared memory."""
 
 
 def session() -> str:
@@ -42,7 +42,7 @@ def session() -> str:
 class ProcessId:
     """The identity of one process, unique until the machine reboots."""
 
-    called: ClassVar[str] = "a process"
+    called: ClassVar[str] = "a process"  # what error texts call an object of this class
 
     host: str  # the node's name, for messages only
     pid: int  # its number inside `pid_namespace`
@@ -59,7 +59,7 @@ class ProcessId:
         return f"pid {self.pid} on {self.host}"
 
     def is_process(self, process: ProcessId) -> bool:
-        """Return whether both are the same process."""
+        """Return whether this object and `process` identify the same process."""
         return all(getattr(self, name) == getattr(process, name) for name in types_of(ProcessId))
 
     def to_bytes(self) -> bytes:
@@ -71,7 +71,7 @@ class ProcessId:
         """Parse the result of `to_bytes`.
 
         Raises:
-            StoreError: it is malformed; data of peers is not trusted.
+            StoreError: the data is malformed (all fields are checked, because data of peers is not trusted).
         """
         try:
             if len(data) > _MAX_BYTES:
@@ -120,7 +120,7 @@ def in_sight(process: ProcessId) -> bool:
 
 
 def cores_of(processes: Iterable[ProcessId]) -> set[int]:
-    """Return the CPUs that the living ones of `processes` may use together.
+    """Return all CPUs on which at least one living process of `processes` may run.
 
     Processes that are out of sight are ignored.
     """
@@ -133,7 +133,7 @@ def cores_of(processes: Iterable[ProcessId]) -> set[int]:
 
 
 def dead_among(processes: Iterable[P]) -> list[P]:
-    """Return the processes that are proven dead; one that is out of sight counts as alive.
+    """Return the processes that are proven dead; a process that is out of sight counts as alive.
 
     This is one poll(2) without waiting, cheap enough to run every 50 ms. It never blocks.
     """
@@ -151,11 +151,11 @@ class Witness(Protocol):
     """An object that has connections with processes, also with those that are out of sight."""
 
     def lost_processes(self) -> Iterable[ProcessId]:
-        """Return the processes whose connection has ended without notice. Never blocks."""
+        """Return the processes whose connection has ended although they had not left or failed. Never blocks."""
 
 
 witnesses: set[Witness] = set()
-"""The witnesses that `gone_among` asks; an object is in here as long as it has connections."""
+"""The witnesses that `gone_among` asks; an object is in this set as long as it has connections."""
 
 
 def gone_among(processes: Iterable[P]) -> list[P]:
@@ -179,12 +179,12 @@ def forget(processes: Iterable[ProcessId]) -> None:
 _UNWATCHABLE = -1
 _lock = threading.Lock()
 _poller = select.poll()
-# (pid, start time) -> its pidfd; None: seen dead; _UNWATCHABLE: no pidfd is available, so /proc is read.
+# (pid, start time) -> the process's pidfd; None: it is dead; _UNWATCHABLE: it has no pidfd, so /proc is read instead.
 _watched: dict[tuple[int, int], int | None] = {}
 
 
 def _drop_inherited() -> None:
-    """Start anew in a child of fork: another thread may have held the lock at the fork."""
+    """In a forked child: replace the lock, which a thread of the parent may have held, and close the pidfds."""
     global _lock, _poller
     _lock, _poller = threading.Lock(), select.poll()
     for state in _watched.values():
@@ -221,7 +221,7 @@ def _open(process: ProcessId) -> int | None:
 
 
 def _recycled(process: ProcessId) -> bool:
-    """Return whether the pid is free, a zombie's, or another process's by now."""
+    """Return whether the pid is no longer that of the living process: it is free, a zombie's or another process's."""
     try:
         status = status_of(process.pid)
     except (FileNotFoundError, ProcessLookupError):
@@ -232,7 +232,7 @@ def _recycled(process: ProcessId) -> bool:
 
 
 def has_ended(status: list[bytes]) -> bool:
-    """Return whether a process with this status is a zombie: all threads have ended, not only the first."""
+    """Return whether a process with this status is a zombie: all threads have ended, not only the first one."""
     return status[0] in (b"Z", b"X") and int(status[17]) <= 1
 
 
@@ -248,8 +248,8 @@ def status_of(pid: int) -> list[bytes]:
 def living_thread(pid: int) -> int:
     """Return the pid, or the id of another living thread if only the process's first thread has ended.
 
-    /proc/PID shows no files, command, environment or state once the first thread has ended; /proc/ID of another thread
-    does. OSError is raised if the process cannot be read.
+    Once the first thread has ended, /proc/PID no longer shows the process's files, command, environment and state, but
+    /proc/ID of another thread does. OSError: /proc/PID cannot be read.
     """
     status = status_of(pid)
     if status[0] in (b"Z", b"X") and not has_ended(status):
@@ -315,7 +315,10 @@ class Member(ProcessId):
         return self.node == other.node
 
     def same_network(self, other: Member) -> bool:
-        """Return whether both have the same interfaces, loopback too: one boot, one network namespace."""
+        """Return whether both ranks have the same network interfaces, loopback included.
+
+        That is so in one network namespace of one boot.
+        """
         return (self.boot_id, self.network) == (other.boot_id, other.network)
 
 
@@ -354,7 +357,8 @@ class Topology:
         self.node, place = self._homes[rank]
         self.local, self.local_rank = self.nodes[self.node], place
         self.rails = min(map(len, nodes))  # how many ranks of each node communicate with other nodes
-        # The ranks, one per node, with which this rank exchanges data; None for the surplus ranks of larger nodes.
+        # The ranks, one per node and this rank included, that exchange data between nodes with this rank; None if this
+        # rank exchanges no data with other nodes, because its node has more ranks than `rails`.
         self.rail = tuple(node[place] for node in nodes) if place < self.rails else None
         self.even = len(set(map(len, nodes))) == 1
         # Whether the ranks of all nodes, listed node by node, are 0..n-1.
