@@ -1,1 +1,1 @@
-"""The flight record of a process's groups: its layout, its writer, its dump."""
+"""The flight record of a process: its groups and their last calls, in memory that other processes can read."""

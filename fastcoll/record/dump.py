@@ -1,11 +1,12 @@
-"""Dumps: files with a rank's record, the reason for the dump, and the stacks of all threads of the rank.
+"""Dumps: files with a rank's record, the reasons for the dumps, and the stacks of all threads of the rank.
 
-A *record* (record.py) has a rank's groups, with the last calls in each. Each rank has one file in FASTCOLL_TRACE_DIR,
-`rank-R-of-N.HOST.PID.json`. A rank dumps when a group fails, when calls do not match, on SIGQUIT, and in
-`fastcoll.dump()`. Each dump replaces the file atomically. If the variable is not set, only `dump(path)` writes. A rank
-that is blamed for a failure may be stopped or stuck, and then cannot dump. So if the blamed rank runs on the same
-machine, this rank adds the blamed rank's record to its own file. On SIGQUIT Python's faulthandler also writes the
-stacks to a second file, which works even if the interpreter is stuck. `python -m fastcoll trace` reads these files.
+A *record* (record.py) has a rank's groups, with the last calls in each. Each rank has one file in the folder
+FASTCOLL_TRACE_DIR, `rank-R-of-N.HOST.PID.json`. A rank writes it when a group fails, when calls do not match, on
+SIGQUIT, and in `fastcoll.dump()`; each dump replaces the file atomically. If FASTCOLL_TRACE_DIR is not set, only
+`dump(path)` writes a file. A rank that is blamed for a failure may be stopped or stuck, and then cannot dump. So a rank
+whose group failed adds the records of blamed ranks on the same machine to its own file. On SIGQUIT Python's
+faulthandler also writes the stacks to a second file, which works even if the interpreter is stuck. `python -m fastcoll
+trace` reads these files.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ _log = logging.getLogger("fastcoll")
 _E = TypeVar("_E", bound=BaseException)
 FORMAT = 1
 SUFFIX, STACKS_SUFFIX = ".json", ".stacks"
-_MOST_SEEN = 16  # blamed ranks whose records are added
-_MOST_REASONS = 8  # reasons that are kept: the first ones, and the last one
-_STUCK_SECONDS = 0.5  # a process that has run or slept so long without a dump is stuck; a dump takes 0.01 s
+_MOST_SEEN = 16  # how many blamed ranks' records are added
+_MOST_REASONS = 8  # how many reasons a file has: those of the first dumps, and that of the last dump
+_STUCK_SECONDS = 0.5  # a process that has run or slept this long without a dump is stuck; a dump takes 0.01 s
 _LONGEST_SECONDS = 10.0  # the longest wait for all dumps, even if the machine is overloaded
 _LOOK_SECONDS = 0.01
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -50,7 +51,7 @@ _reasons: list[dict[str, Any]] = []
 def dump(path: str | os.PathLike[str] | None = None) -> str:
     """Write this process's calls and the stacks of its threads, for `python -m fastcoll trace`; return the path.
 
-    It does not wait for other ranks. Any thread or signal handler may call it.
+    This function does not wait for other ranks. Any thread or signal handler may call it.
 
     Args:
         path: the file; None: this rank's file in FASTCOLL_TRACE_DIR.
@@ -92,8 +93,8 @@ def _write(why: str, path: str | os.PathLike[str] | None = None, blamed: Sequenc
         "record": None if found is None else found.as_dict(),
         "seen": [] if found is None else _seen(found, blamed),
     }
-    # Another thread may be writing too, or a signal may have interrupted this thread's `_write`. So each call writes a
-    # draft file of its own.
+    # Another thread may be in `_write` too, or this call may be in a signal handler that has interrupted `_write`. So
+    # each call writes a draft file of its own.
     draft = f"{place}.{os.getpid()}.{next(_numbers)}.part"
     with os.fdopen(os.open(draft, _FLAGS, 0o600), "w") as file:
         try:
@@ -113,7 +114,8 @@ def _seen(mine: Record, blamed: Sequence[int]) -> list[dict[str, Any]]:
     found = []
     for peer in (peers[rank] for rank in blamed[:_MOST_SEEN] if rank in peers and rank != mine.rank):
         try:
-            # The pid is from the peer's own pid namespace; in this process's namespace it may be another process's.
+            # The pid is from the peer's own pid namespace, and in this namespace it may belong to another process. So
+            # the record that is found must have the peer's job and rank.
             if peer.host != mine.host or (theirs := recorder.read(peer.pid)) is None:
                 continue
             if (theirs.job, theirs.rank) == (mine.job, peer.rank):
@@ -148,7 +150,7 @@ _stacks_file: Any = None
 def listen() -> None:
     """Install a handler that dumps on SIGQUIT, if FASTCOLL_TRACE_DIR is set and SIGQUIT has no handler yet.
 
-    Does nothing if another thread than the main thread calls it, because Python lets only the main thread install one.
+    Does nothing outside the main thread, because in Python only the main thread can install a signal handler.
     """
     global _stacks_file
     if not config.get("FASTCOLL_TRACE_DIR") or _stacks_file is not None:
@@ -190,8 +192,8 @@ def listen_no_more() -> None:
 def ask(pids: Sequence[int]) -> None:
     """Make processes of this machine dump, by SIGQUIT, and wait until each has dumped, has ended, or is stuck.
 
-    The processes must have called `listen`. A process is stuck if it has slept or computed for half a second without
-    dumping; the time that it waits for a core does not count. After 10 s `ask` returns in any case.
+    The processes must have called `listen`. A process counts as stuck if it has slept or computed for half a second
+    without dumping; the time for which it waits for a core does not count. After 10 s `ask` returns in any case.
     """
     before, asked = _files(), {pid: Asked(pid) for pid in pids}
     for pid in pids:
@@ -201,7 +203,7 @@ def ask(pids: Sequence[int]) -> None:
     while asked and time.monotonic() < end:
         time.sleep(_LOOK_SECONDS)
         stuck = {pid for pid, process in asked.items() if process.seconds() >= _STUCK_SECONDS}
-        files = _files()  # read after `seconds`, since a process may write its file and then end
+        files = _files()
         asked = {
             pid: process
             for pid, process in asked.items()
@@ -210,19 +212,19 @@ def ask(pids: Sequence[int]) -> None:
 
 
 class Asked:
-    """Measures how long a process has had to handle a signal since it was sent, without waits for a core."""
+    """Measures for how long a process could have handled a signal: the time since the signal, less waits for a core."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._seconds = pid, 0.0
         self._at, self._computed = time.monotonic(), self._look()[1]
 
     def seconds(self) -> float:
-        """Return the time that the process has had since it was sent the signal; inf if it has ended.
+        """Return for how long the process could have handled the signal; inf if the process has ended.
 
         Call this method often: it assumes that the process has been in its present state since the last call.
         """
         (state, computed), now = self._look(), time.monotonic()
-        # A runnable thread, "R", may wait for a core; it has one only while the process's CPU time grows.
+        # A thread in state "R" is running or waits for a core. Only while it runs, the process's CPU time grows.
         self._seconds += computed - self._computed if state == b"R" else now - self._at
         self._at, self._computed = now, computed
         return math.inf if state in b"ZX" else self._seconds
@@ -237,7 +239,7 @@ class Asked:
 
 
 def _files() -> dict[int, tuple[int, int]]:
-    """Return inode and mtime of the file of each process of this machine, by pid; each dump changes them."""
+    """Return {pid: (inode, mtime) of its dump file} for this machine; each dump changes inode and mtime."""
     found = {}
     with contextlib.suppress(FileNotFoundError), os.scandir(config.get("FASTCOLL_TRACE_DIR")) as entries:
         for entry in entries:

@@ -1,19 +1,20 @@
 """The flight record of a process: the layout of its memory, and how another process reads it into plain data.
 
 The writer is recorder.py. Each process has one memfd, named `fastcoll-record`. Another process of the same user finds
-it in /proc/PID/fd and can read it even if the process is stopped or its Python is stuck. All words are int64.
+the memfd in /proc/PID/fd, and can read it even if the process is stopped or its Python is stuck. All words are int64.
 
     file    header | table of groups | a block for each group
-    header  the words below, then at TEXT the process in JSON
-    table   from TABLE on, ROWS rows of serial number (0: free), offset and bytes of a group's block
-    block   the words below; at FAILURE_AT why the group failed; at WAITS_AT the waits of its threads; at RING_AT the
-            *ring*, a row for each of the last RING calls; then its members in JSON, and its backend's private context
+    header  the words HEAD_...; at TEXT, a JSON text that describes the process
+    table   at TABLE, ROWS rows, one for each group: serial number (0: the row is free), offset and bytes of its block
+    block   the words from SERIAL on; at FAILURE_AT, why the group failed; at WAITS_AT, the waits of its threads; at
+            RING_AT, the *ring*, a row for each of the last RING calls; then a JSON text that describes the group, and
+            the private context of the group's backend
 
 The writer does not wait for readers, so a reader must prove that the data it has read are consistent. A block is valid
 if the table's row and the block's first word have the same serial number after the block was read. A text is valid if
-its checksum matches. Call n is in row n % RING of the ring. The writer writes the group's count of calls first, then
-the other words of the row, then the row's NUMBER. So a row is valid if its NUMBER is n, and n + RING exceeds the count
-that is read after the row.
+its checksum matches. Call n is in row n % RING of the ring. The writer first writes the group's count of calls, n, then
+the other words of the row, then the row's NUMBER. So a row is valid for call n if its NUMBER is n, and if the count of
+calls, read after the row, is less than n + RING: call n + RING is the first that overwrites the row.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ MAGIC, VERSION = 0x6661737463_52, 1
     HEAD_MAGIC, HEAD_VERSION,
     HEAD_PID, HEAD_START,  # the process's pid in its own namespace, and its start time (field 22 of /proc/PID/stat)
     HEAD_STARTED,  # when the record was made, in ns of CLOCK_MONOTONIC
-    HEAD_EPOCH,  # the number that converts that clock to the time of day when it is added
-    HEAD_TEXT, HEAD_TEXT_CRC,  # length and checksum of the text
+    HEAD_EPOCH,  # the ns that must be added to a time of that clock to get the time of day, in ns since 1970
+    HEAD_TEXT, HEAD_TEXT_CRC,  # length and checksum of the text at TEXT
 ) = range(8)  # fmt: skip
 TEXT, TABLE, ROWS, ROW_WORDS = 512, 4096, 1024, 4
 BLOCKS = TABLE + 8 * ROWS * ROW_WORDS
@@ -51,22 +52,23 @@ BLOCKS = TABLE + 8 * ROWS * ROW_WORDS
 (
     SERIAL, BYTES,
     MEMBERS_AT, MEMBERS, MEMBERS_CRC,  # offset, length and checksum of the text that describes the group
-    # The words up to PENDING_AT are offsets in the block, in bytes, of the words with these values; 0: there is none.
+    # The words CALLS_AT to PENDING_AT do not have these values themselves. Each has the offset in the block, in bytes,
+    # of the word that has the value, which may be in the backend's context; 0: no word has this value.
     CALLS_AT,  # number of the last call begun
     FINISHED_AT,  # number of the last call that is complete
     SINCE_AT,  # when the call under way began if it is timed, else when it began to wait; 0: it has not waited
     LATE_AT,  # group rank for which the call waited at the backend's last check; -1: none
     PENDING_AT,  # operations queued or under way on the progress thread
-    OWN_CALLS, OWN_FINISHED,  # both numbers, for a backend that does not have them in its context
+    OWN_CALLS, OWN_FINISHED,  # the values for CALLS_AT and FINISHED_AT, if the backend's context does not have them
     FAILURE,  # bytes of the text at FAILURE_AT
-    SITES_AT, SITES,  # offset and number of the call sites, SITE_BYTES each; 0: they are not recorded
+    SITES_AT, SITES,  # offset and number of the call sites, SITE_BYTES each; offset 0: call sites are not recorded
 ) = range(15)  # fmt: skip
 FAILURE_AT, WAITS_AT, RING_AT = 512, 2048, 8192
 FAILURE_BYTES = WAITS_AT - FAILURE_AT
 
-# A wait. It is written when Python checks it, so it has lasted at least 50 ms.
+# A slot for the wait of a thread. Python writes it when it first checks on the wait, after 50 ms.
 WAITS, WAIT_WORDS, WAIT_RANKS = 4, 128, 32
-WAIT_CALL = 0  # number of the call that waits; MESSAGE: a message or a connection waits; 0: there is no wait
+WAIT_CALL = 0  # number of the call that waits; MESSAGE: a message or a connection waits; 0: the slot is free
 WAIT_SINCE, WAIT_COUNT, WAIT_TEXT = 1, 2, 3  # start of the wait, number of ranks, bytes of the text
 WAIT_RANKS_AT = 4
 WAIT_TEXT_AT = WAIT_RANKS_AT + WAIT_RANKS
@@ -74,10 +76,10 @@ MESSAGE = -1
 
 # A row of the ring: a cache line.
 RING, ENTRY_WORDS = 1024, 8
-NUMBER, CALL, SHAPE = 0, 1, 2  # the words that ranks compare (signature.py)
-# Times in ns; 0: not timed. The lowest bits of ENDED are an index into ENDS, which is 0 for a completed call.
+NUMBER, CALL, SHAPE = 0, 1, 2  # the words that ranks compare (core/signature.py)
+# Times in ns; 0: not timed. The three lowest bits of ENDED are an index into ENDS, which is 0 for a completed call.
 BEGAN, ENDED = 3, 4
-SITE = 5  # 65536 * the call's number (as predicted by its caller) + the index of the call site
+SITE = 5  # 65536 * the call's number + the index of its call site; written before the call (`called_from`)
 SITE_BYTES, MOST_SITES = 128, 512
 ENDS = "done", "mismatch", "failed", "made anew"
 MEMBERS_START = RING_AT + 8 * RING * ENTRY_WORDS
@@ -149,15 +151,15 @@ class GroupRecord:
 
     Attributes:
         name: the same on all ranks; WORLD for the default group.
-        serial: the number of groups that this process had made when it made this one, including this one.
+        serial: 1 for the first group that this process made, 2 for the second, and so on.
         rank: this process's rank in the group.
         calls, finished: numbers of the last call that began, and of the last one that is complete.
         pending: operations queued or under way on the progress thread.
         ring: the last calls, the oldest first.
         under_way: the call under way, or None.
-        since: when this call began, or began to wait, in ns since 1970; 0: not known.
-        late: global rank for which this call waited at the backend's last check; -1: none or not known.
-        waits: waits of its threads of at least 50 ms; for a failed group, those at the time of the failure.
+        since: when the call under way began, or began to wait, in ns since 1970; 0: not known.
+        late: global rank for which the call under way waited at the backend's last check; -1: none or not known.
+        waits: this process's waits in the group that last at least 50 ms; for a failed group, those at its failure.
         failure: why the group failed, or "".
     """
 
@@ -181,7 +183,8 @@ class GroupRecord:
 class Record:
     """One process and its groups.
 
-    `pid` and `start_time` are those in the process's own namespace; `started` is in seconds since 1970.
+    `pid` is that in the process's own pid namespace, `start_time` is in clock ticks since boot, and `started`, when the
+    record was made, is in seconds since 1970.
     """
 
     job: str
@@ -233,7 +236,7 @@ def read(pid: int) -> Record | None:
                 found = parse(lambda nbytes, offset, fd=fd: os.pread(fd, nbytes, offset))  # type: ignore[misc]
             finally:
                 os.close(fd)
-            # Just after a fork the child has its parent's memfd for a short time.
+            # Just after a fork, the child still has its parent's memfd; the parent's record has another start time.
             if found is not None and found.start_time == int(status_of(pid)[19]):
                 return found
     return None
@@ -277,7 +280,7 @@ def parse(read: Read) -> Record | None:
             rows = _words(read(8 * ROW_WORDS * 64, at)).reshape(-1, ROW_WORDS)
         if row % 64 < len(rows) and rows[row % 64, 0]:
             _, offset, nbytes, _ = map(int, rows[row % 64])
-            # These errors mean that the group is just being made or closed.
+            # These errors mean that the group is being made or closed at this moment, so it is left out.
             with suppress(ValueError, KeyError, TypeError, IndexError, struct.error):
                 found = _group(read, offset, nbytes, epoch)
                 if found.serial == _words(read(8, at))[0]:
@@ -363,8 +366,9 @@ def _calls(
     data: bytes, block: NDArray[np.int64], numbers: range, finished: int, time: Callable[[int], int]
 ) -> list[CallRecord]:
     """Return the calls of `numbers` that are in the ring; the last one may be under way."""
-    # NUMBER distinguishes the row of a call from the row of an older call. `numbers` begins after the calls whose rows
-    # the writer may have overwritten, because its start was computed from a count of calls read after the rows.
+    # A row that still has an older call has another NUMBER. No row has a newer call, because the caller computed the
+    # start of `numbers` from a count of calls that was read after the rows, and so has left out all calls whose rows
+    # the writer may have overwritten.
     start = int(block[SITES_AT])
     places = range(start, start + SITE_BYTES * min(int(block[SITES]), MOST_SITES), SITE_BYTES)
     sites = [data[at : at + SITE_BYTES].rstrip(b"\0").decode(errors="replace") for at in places]
@@ -383,7 +387,7 @@ def _calls(
 
 
 def _site(word: int, number: int, sites: Sequence[str]) -> str:
-    """Return the call site that a row's SITE word has, if the word belongs to this call; else ""."""
+    """Return the call site in a row's SITE word, if the word was written for this call; else ""."""
     which = word & 0xFFFF
     return sites[which] if word and word >> 16 == number and which < len(sites) else ""
 
@@ -391,7 +395,7 @@ def _site(word: int, number: int, sites: Sequence[str]) -> str:
 def _waits(
     data: bytes, members: Sequence[MemberRecord], call: int, time: Callable[[int], int]
 ) -> list[Waiting]:
-    """Return the waits in a block: of messages, and of the call under way."""
+    """Return the waits in a block that are of a message or of `call`, the call under way (0: there is none)."""
     found = []
     for slot in range(WAITS):
         at = WAITS_AT + 8 * WAIT_WORDS * slot

@@ -1,9 +1,9 @@
 """The flight recorder: the calls of each group of this process, in memory that other processes can read (record.py).
 
 Each process has one memfd, which it makes with its first group and closes with its last one. Each group has a block in
-that file. The block also holds the private *context* of the group's backend: the words that the backend's compiled code
-reads and writes. So compiled code records a call with a few stores, and other processes can read the context's words,
-such as the number of the call and the rank for which it waits, without any work by this process.
+that file. The block also has the private *context* of the group's backend: the words that the backend's compiled code
+reads and writes, such as the number of the call and the rank for which it waits. So compiled code records a call with a
+few stores, and other processes read the context without any work by this process.
 
 The thread that makes or closes a group writes the file's header and its table of groups, under `_lock`. The thread
 whose call is running writes the block's *ring*, which has the last calls. A thread that waits writes its wait into its
@@ -52,7 +52,7 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 
 
 class _File:
-    """The memfd of this process. `fd` is -1 if the system could not make a memfd, and after `close`."""
+    """The memfd of this process. `fd` is -1 before `open`, after `close`, and if the system could not make a memfd."""
 
     def __init__(self) -> None:
         self.fd = -1
@@ -63,7 +63,7 @@ class _File:
         """Make the memfd of this process.
 
         Args:
-            job: identifies the job on this machine.
+            job: a text that identifies the job, the same in all its processes.
         """
         try:
             self.fd = aside(os.memfd_create(r.NAME, os.MFD_CLOEXEC))
@@ -93,7 +93,10 @@ class _File:
         self.fd = -1
 
     def block(self, nbytes: int) -> tuple[int, int]:
-        """Add a block; return its address, and its offset in the file or 0 if the block is not in the file."""
+        """Add a block; return its address and its offset in the file.
+
+        If the file cannot grow, the block is private memory, and the offset is 0.
+        """
         offset, self.end = self.end, self.end + nbytes
         try:
             if self.fd >= 0:
@@ -104,7 +107,7 @@ class _File:
         return map_memory(nbytes, private=True), 0
 
     def publish(self, row: int, serial: int, offset: int, nbytes: int) -> None:
-        """Fill a row of the table, and write the group's serial number last; serial number 0 frees the row."""
+        """Write a row of the table: first the block's offset and size, then the serial number; 0 frees the row."""
         at = r.TABLE + 8 * r.ROW_WORDS * row
         if self.fd >= 0:
             if serial:
@@ -114,7 +117,8 @@ class _File:
 
 _file = _File()
 _serials = itertools.count(1)
-_lock = threading.RLock()  # the garbage collector may close a group while another one is made
+# Reentrant, because while a thread makes a group, the garbage collector may close another group on the same thread.
+_lock = threading.RLock()
 _blocks: weakref.WeakSet[_Block] = weakref.WeakSet()
 
 
@@ -149,7 +153,7 @@ def _release(address: int, nbytes: int, file: _File, offset: int) -> None:
 
 @contextlib.contextmanager
 def joining() -> Iterator[None]:
-    """Show other processes that this one is in a rendezvous, before it has a record."""
+    """Let other processes see, while the `with` runs, that this process is in a rendezvous and so has no record yet."""
     fd = -1
     with contextlib.suppress(OSError):
         fd = aside(os.memfd_create(r.JOINING, os.MFD_CLOEXEC))
@@ -172,7 +176,7 @@ at_fork("record", _after_fork)
 
 
 def has_groups() -> bool:
-    """Whether this process has groups."""
+    """Return whether this process has groups."""
     return bool(_file.groups)
 
 
@@ -239,7 +243,7 @@ class GroupRecorder:
         return bool(self._words[r.SITES_AT])
 
     def __del__(self) -> None:
-        self.close()  # for a group that could not be made
+        self.close()  # if the group could not be made, nothing else calls `close`
 
     def follow(
         self,
@@ -249,7 +253,10 @@ class GroupRecorder:
         late: int | None = None,
         pending: int | None = None,
     ) -> None:
-        """Record which words of the context hold these numbers; the arguments are the words' indices. See record.py."""
+        """Record which words of the backend's context have the values of CALLS_AT to PENDING_AT (record.py).
+
+        Each argument is the index of a word in the context; None: no word has this value.
+        """
         start = self._context_at // 8
         self._calls, self._finished = start + calls, start + finished
         places = ((r.CALLS_AT, calls), (r.FINISHED_AT, finished), (r.SINCE_AT, since), (r.LATE_AT, late))
@@ -281,7 +288,7 @@ class GroupRecorder:
             self._cells[self._finished] = number
 
     def called_from(self, file: str, line: int) -> None:
-        """Record the call site of this thread's next call, which will run after all queued calls."""
+        """Record the call site of this thread's next call, which will run after all calls that are queued now."""
         cells = self._cells
         which = self._sites.setdefault((file, line), len(self._sites))
         if which >= r.MOST_SITES:
@@ -329,7 +336,7 @@ class GroupRecorder:
                 for messages (p2p/checks.py).
             doing: the operation, as in error texts.
             since: the start of the wait, by time.monotonic.
-            message: whether the thread waits in a message, not in a call.
+            message: whether the thread waits in a send or receive, and not in a call.
         """
         start = r.WAITS_AT // 8 + slot * r.WAIT_WORDS
         text = doing.encode()[: 8 * (r.WAIT_WORDS - r.WAIT_TEXT_AT)]
@@ -345,11 +352,11 @@ class GroupRecorder:
 
     @property
     def is_in_call(self) -> bool:
-        """Whether a call is under way, or has ended with an error."""
+        """Whether the last call is under way, or has ended with an error."""
         return self._cells[self._calls] > self._cells[self._finished]
 
     def waits_no_more(self, slot: int) -> None:
-        """Record the end of the wait in a slot."""
+        """Free the slot of a wait that has ended."""
         self._words[r.WAITS_AT // 8 + slot * r.WAIT_WORDS + r.WAIT_CALL] = 0
 
     def close(self) -> None:
