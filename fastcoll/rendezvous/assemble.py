@@ -1,18 +1,18 @@
 """Meetings in a store: every member writes a contribution, and all get all contributions, or all raise the same error.
 
 A member's place is its number in the meeting, from 0. The member at place 0 reads the contributions, many with one
-request, and publishes one short value made from them. So n members cost the store about 8 n messages and not n * n. A
-member that fails publishes its error under the key of that value. All members wait only for this key, so they see a
-failure as soon as a success.
+request, and publishes one short value made from them under the key `end`. So n members cost the store about 8 n
+messages and not n * n. A member that fails publishes its error under the same key. The other members wait only for this
+key, so they notice a failure as early as a success.
 
 Keys, under the meeting's name:
 
     member/<place>  the contribution of that member
-    <word>          a value that place 0 publishes before the end
+    <topic>         a value that place 0 publishes before the end
     missing         the members that have not come yet, as text, written by place 0
     decided         a counter: the member that makes it 1 writes `end`
     end             one byte, MET, FAILED or MOVED (cancelled), and then the value or the error
-    late/...        `decided` and `end` once more, for a failure after the members have met
+    late/...        another `decided` and `end`, for a failure after the members have met
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from ..system.processes import Member, ProcessId, forget, types_of
 
 MET, FAILED, MOVED = b"L", b"F", b"M"
 _GROUP = "group"
-_MOST_BYTES = 4096  # of a contribution
-_LOOK_SECONDS = 0.25
-# After a member has detected a failure, the others can read it in the store within this time, even if no core is free.
+_MOST_BYTES = 4096  # the largest contribution
+_LOOK_SECONDS = 0.25  # `look` reads the store at most once in this time
+# Within this time after a member has detected a failure, the other members can read it in the store, even if no core is
+# free.
 _PUBLISH_SECONDS = 2.0
-# `fetch_for` polls less often if its argument `crowd` is larger. A meeting passes at most this number, so that
-# `between` is called often enough for a multicast leader to announce itself.
+# The larger its argument `crowd` is, the less often `fetch_for` polls and calls `between`. A meeting passes at most
+# this number, so that a multicast leader, which announces itself in `between`, does so often enough.
 _MOST_AT_ONCE = 1000
-# Errors that a member publishes. A broken connection or a lost store is not published: all members detect it.
+# Errors that a member publishes. A broken connection or a lost store is not published, because all members detect it.
 _PUBLISHED: dict[str, type[FastcollError]] = {
     kind.__name__: kind
     for kind in (
@@ -55,7 +56,7 @@ P = TypeVar("P", bound=ProcessId)
 
 
 class MovedError(Exception):
-    """The meeting was cancelled; the process should look for another one."""
+    """The meeting was cancelled; the process should look for another meeting."""
 
 
 def assemble(
@@ -63,7 +64,8 @@ def assemble(
 ) -> list[Any]:
     """Return the contributions of all members (JSON, at most 4 KiB each), in the order of `members`.
 
-    The members call this once in a part of a store that no other meeting uses. Every error begins with `doing`.
+    Every member calls this once, with a `store` (often a PrefixStore) that no other meeting uses. Every error begins
+    with `doing`.
 
     Raises:
         PeerDiedError, StoreTimeoutError: a member died, or did not come in time; all members name it.
@@ -75,17 +77,20 @@ def assemble(
 
 
 class Meeting:
-    """A meeting, as one member sees it. A context manager, which publishes an exception of its block to the others.
+    """A meeting, as one member sees it.
+
+    It is a context manager: if the block raises an exception, the exception is published to the other members.
 
     Args:
-        me: this member's name, put before the texts of the errors that it publishes; empty if the texts name it
-            already.
+        doing: what this member does, with which error texts begin.
+        me: this member's name, which is put before the texts of the errors that it publishes; empty if the texts have
+            the name already.
         between: called after this member has written its contribution, and a few times a second while it waits.
         began: the value of time.monotonic() from which `timeout` counts; None: now.
 
     Attributes:
-        known: the contributions that this member has read, by place. The member at place 0 reads all contributions, the
-            other members read only that of place 0.
+        known: the contributions that this member has read, by place. Place 0 reads all contributions; the other members
+            read only that of place 0.
         watched: the processes whose death ends the meeting.
         timeout: the seconds for the whole meeting, counted from `began`.
     """
@@ -118,7 +123,7 @@ class Meeting:
         """Handle a member's contribution. Called once for each member; an exception ends the meeting."""
 
     def names(self, places: Sequence[int]) -> str:
-        """Return names of the missing members at these places, for messages."""
+        """Return the names of the members at these places, for messages about missing members."""
         return listed(places)
 
     def __enter__(self: M) -> M:
@@ -130,7 +135,7 @@ class Meeting:
             forget(self.watched)
 
     def gather(self, mine: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
-        """Write a contribution; return the value that place 0 makes of all contributions by `combine`."""
+        """Write this member's contribution; return the value that `combine` makes of all contributions at place 0."""
         self.store.set(member_key(self.name, self.place), mine)
         self._between()
         if self.place == 0:
@@ -145,7 +150,10 @@ class Meeting:
         return end[1:]
 
     def assemble(self, mine: Any, check: Callable[[list[Any]], None] = lambda _: None) -> list[Any]:
-        """Return all contributions; place 0 calls `check` on them before it publishes them."""
+        """Write this member's contribution, and return all contributions.
+
+        Place 0 calls `check` with the contributions before it publishes them.
+        """
 
         def combine(values: list[bytes]) -> bytes:
             everybody = [loads(value) for value in values]
@@ -166,7 +174,10 @@ class Meeting:
         return self.wait([f"{self.name}/{word}"], lambda: self.names([0]))[0]
 
     def wait(self, keys: Sequence[str], missing: Callable[[], str] | None = None) -> list[bytes]:
-        """Wait for keys until the meeting ends, and return their values; `missing` names the missing members."""
+        """Wait for keys until the meeting's timeout, and return their values.
+
+        Raises a failure that another member publishes meanwhile. `missing` returns the names of the missing members.
+        """
         return fetch_for(
             self.store,
             keys,
@@ -183,7 +194,7 @@ class Meeting:
     def look(self) -> None:
         """Raise the failure that another member has published, if any.
 
-        For waits that do not use `wait`. Reads the store at most once in 0.25 s.
+        A loop that waits for something without `wait` calls this. It reads the store at most once in 0.25 s.
         """
         if time.monotonic() - self._looked >= _LOOK_SECONDS:
             self._looked = time.monotonic()
@@ -200,10 +211,10 @@ class Meeting:
             self._check(end)
 
     def tell(self, error: BaseException) -> None:
-        """Publish an error, which the other members then raise.
+        """Publish an error of this member, which the other members then raise.
 
-        Publish nothing if another member has published a failure, or if all members detect this kind of error
-        themselves.
+        Publish nothing if this member has read a failure that another member published, or if all members detect this
+        kind of error themselves.
         """
         if self._is_over or isinstance(error, MovedError):
             return
@@ -221,7 +232,7 @@ class Meeting:
         before = self.store.timeout
         self.store.set_timeout(min(before.total_seconds(), _PUBLISH_SECONDS))
         try:
-            with suppress(StoreError):  # the store's server is gone, which all members detect, or stopped
+            with suppress(StoreError):  # the store's server is stopped, or gone, which all members detect
                 if not self._end.decide(FAILED, record):
                     self._late.decide(FAILED, record)
         finally:
@@ -232,7 +243,7 @@ class Meeting:
         return max(self.began + self.timeout - time.monotonic(), 0.0)
 
     def _look_around(self) -> None:
-        """Raise a published failure, and read the contributions that have come. Called between two short waits."""
+        """Raise a failure that was published, and read new contributions. Called between two short waits."""
         sought = list(self._sought)
         self._learn(sought, self._look_at([member_key(self.name, place) for place in sought]))
         if self.place == 0 and self._published_missing != (missing := self.missing()):
@@ -247,7 +258,7 @@ class Meeting:
         return values
 
     def _check(self, end: bytes | None) -> None:
-        """Raise the failure or cancellation in this value of an `end` key; return if it contains neither."""
+        """Raise the failure or cancellation in this value of an `end` key; return if the value has neither."""
         if end is None or end[:1] == MET:
             return
         self._is_over = True
@@ -269,7 +280,7 @@ class Meeting:
                 self.learned(place, value)
 
     def missing(self) -> str:
-        """Return the names of the members that have not come, as far as this member knows them."""
+        """Return the names of the members that have not come, as far as this member can know them."""
         if self.place == 0:
             return self.names(list(self._sought))
         if 0 not in self.known:
@@ -279,7 +290,7 @@ class Meeting:
 
 
 class GroupMeeting(Meeting):
-    """The meeting of a group's members, in the group's part of a store. Each has the list of all members."""
+    """The meeting of a group's members, in a store that only this group uses. Each member has the list of all."""
 
     def __init__(
         self, store: Store, members: Sequence[Member], rank: int, timeout: float, doing: str
@@ -293,7 +304,7 @@ class GroupMeeting(Meeting):
 
 
 class Ending:
-    """The end of the meeting `name`, written once, under `key`."""
+    """The end of the meeting `name`, which is written only once, under `key`."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.key = f"{name}/end"
@@ -322,12 +333,15 @@ def loads(data: bytes) -> Any:
 
 
 def compact(value: Any) -> bytes:
-    """Return compressed JSON, because the store sends n * n entries if n ranks read a value with n entries."""
+    """Return `value` as compressed JSON: if n ranks read a value with n entries, the store sends n * n entries."""
     return zlib.compress(json.dumps(value, separators=(",", ":")).encode())
 
 
 def expand(data: bytes, most: int) -> Any:
-    """Return the argument of `compact`; StoreError if it has more than `most` bytes of JSON (peers are not trusted)."""
+    """Return the value that was given to `compact`.
+
+    StoreError: it has more than `most` bytes of JSON, or is no JSON; peers are not trusted.
+    """
     reader = zlib.decompressobj()
     try:
         text = reader.decompress(data, most + 1)  # 0 would mean without limit
@@ -339,7 +353,7 @@ def expand(data: bytes, most: int) -> Any:
 
 
 def pack(processes: Sequence[ProcessId]) -> bytes:
-    """Pack one or more processes, all of one class, into one value, which each of these processes reads.
+    """Pack one or more processes, all of one class, into one value for the store.
 
     The value has one list for each field, because this compresses well: a process takes 14 bytes. As a JSON object, a
     process would take 280 bytes.

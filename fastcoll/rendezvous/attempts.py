@@ -1,17 +1,18 @@
 """The first meeting of an elastic job, in which ranks may die before all have met.
 
-The ranks meet in the launcher's store, which outlives them, in numbered attempts. The first `compare_set` of an
-attempt's outcome ends the attempt. A rank writes MADE after a barrier of the new world, because then every rank has
-that world. A launcher writes the loss of a process that has failed; the ranks then abandon the attempt and start the
-next one, in which the replacement has the dead process's rank. So a death is either before the meeting, and all ranks
-read it as the outcome, or after it, and the job continues without the process.
+The ranks meet in the launcher's store, which outlives them, in numbered attempts. The first write of an attempt's
+outcome (by `compare_set`) ends the attempt. A rank writes MADE after a barrier of the new world, because then every
+rank has that world. A launcher writes the loss of a process that has failed; the ranks then abandon the attempt and
+start the next one, in which a new process has the rank of the failed process. So all ranks agree on each failure: if
+the outcome is the loss, the process failed before the ranks met; if the outcome is MADE, the process failed afterwards,
+and the job continues without it.
 
 Keys, under elastic/start/:
 
-    came            a rank has arrived at the meeting
+    came            set when a rank has arrived at the meeting
     outcome/<k>     how attempt k ended: MADE, ELSEWHERE (the ranks met by other means), or a loss, as JSON
-    joined/<name>   this process is a rank of the job, in the first world or a later one
-    dead/<name>     this process has failed; its launcher writes this
+    joined/<name>   set when the process `name` is a rank of the job, in the first world or a later one
+    dead/<name>     set by the launcher when the process `name` has failed
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MADE, ELSEWHERE = b"made", b"elsewhere"
 
 
 class ProcessName(NamedTuple):
-    """The launcher's name for a process, and the rank that it has if the ranks have not met yet."""
+    """The launcher's name for a process, and the rank and world size that the process has in the first meeting."""
 
     name: str
     rank: int
@@ -60,7 +61,7 @@ class Loss(NamedTuple):
 
 
 def loss_of(outcome: bytes) -> Loss:
-    """Parse the outcome of an attempt that ended by a loss."""
+    """Parse the outcome of an attempt that ended with a loss."""
     try:
         return Loss(**json.loads(outcome))
     except (ValueError, TypeError) as error:
@@ -101,10 +102,10 @@ class Attempts:
         return self._keys.compare_set(f"outcome/{attempt}", b"", outcome)
 
     def decide_next(self, outcome: bytes) -> bytes:
-        """Write the outcome to the first attempt that has not ended, and return it.
+        """End the first attempt that has not ended with this outcome, and return the outcome.
 
-        If the ranks have met, write nothing, and return MADE or ELSEWHERE. If an attempt has ended with this outcome
-        already, do not write it again.
+        If an earlier attempt has ended with the same outcome, write nothing, and return that outcome. If the ranks have
+        met, write nothing, and return MADE or ELSEWHERE.
         """
         for attempt in itertools.count():
             if (found := self.decide(attempt, outcome)) in (outcome, MADE, ELSEWHERE):
@@ -116,7 +117,7 @@ class Attempts:
         self._keys.set(f"joined/{name}", b"1")
 
     def report(self, loss: Loss) -> Standing:
-        """Publish that a process has failed, so that no rank waits for it; return the job's state."""
+        """Publish that a process has failed, so that no rank waits for the process; return the job's state."""
         outcome = self.decide_next(json.dumps(loss._asdict()).encode())
         self._keys.set(f"dead/{loss.name}", b"1")
         keys = self._keys.list_keys()
@@ -125,5 +126,6 @@ class Attempts:
             for start in ("joined/", "dead/")
         )
         has_met = outcome in (MADE, ELSEWHERE)
-        # All ranks have joined before MADE is written, but perhaps only one before ELSEWHERE.
+        # Before MADE is written, all ranks have joined. Before ELSEWHERE is written, perhaps only one has, so `joined`
+        # may lack living ranks.
         return Standing(has_met, "came" in keys, joined, outcome == MADE and joined <= dead)

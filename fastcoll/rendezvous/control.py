@@ -1,9 +1,9 @@
 """The control connections of one rank in a group: the notices that its peers send, and the decisions based on them.
 
-Notices are sent without blocking, and read when the monitor polls; there is no thread. A rank sends at most three
+Notices are sent without blocking, and read when the monitor polls; no thread waits for them. A rank sends at most two
 notices, for which the kernel's buffers always have room.
 
-Every notice has 1,120 bytes (big-endian), so the receiver need not trust a length:
+Every notice has 1,120 bytes, so that the receiver need not trust a length that a peer sends (big-endian):
 
     offset  bytes  field
     0       8      magic "FASTNOTE"
@@ -49,14 +49,17 @@ class NoticeError(ValueError):
 
 @dataclass(frozen=True)
 class Notice:
-    """A rank has left the group, has failed it, or is leaving it: `state` is LEFT, FAILED or LEAVING."""
+    """The message that a rank has left the group, has failed it, or is leaving it.
+
+    `state` is LEFT, FAILED or LEAVING (core/monitor.py).
+    """
 
     state: int
     origin: int  # group rank of the first sender; other ranks forward the notice
     ranks: tuple[int, ...] = ()  # global ranks at fault, at most 16
-    died: bool = False  # whether these ranks died or cannot be reached
-    late: bool = False
-    text: str = ""
+    died: bool = False  # whether the ranks at fault died or cannot be reached
+    late: bool = False  # whether the ranks at fault did not come in time
+    text: str = ""  # the reason
 
     def to_bytes(self) -> bytes:
         """Return the notice as bytes, with at most 1 KiB of text and 16 ranks."""
@@ -106,10 +109,10 @@ class Control:
         self._said: list[bytes] = []
 
     def add(self, peer: int, connection: socket.socket) -> None:
-        """Take over a connection to a peer. A peer may have several."""
+        """Take ownership of a connection to a peer. There may be several connections to a peer."""
         with self._lock:
             self.peers.add(peer)
-            with contextlib.suppress(OSError):  # it is broken already; the next `look` detects that
+            with contextlib.suppress(OSError):  # if the connection is broken, the next `look` detects that
                 watch(connection)
             self._links[connection.fileno()] = (peer, connection, bytearray())
             self._poller.register(connection, select.POLLIN)
@@ -117,7 +120,7 @@ class Control:
                 _send(connection, data)
 
     def say(self, notice: Notice) -> None:
-        """Send a notice to all peers, and to those that connect later."""
+        """Send a notice to all peers, also on connections that are added later."""
         data = notice.to_bytes()
         with self._lock:
             self._said.append(data)
@@ -125,7 +128,10 @@ class Control:
                 _send(connection, data)
 
     def look(self, again: bool = False) -> None:
-        """Read the notices that have come, at most once in 2 ms unless `again`. Never blocks."""
+        """Read the notices that have come. Never blocks.
+
+        If the last read was less than 2 ms ago, this does nothing, except with `again`.
+        """
         if not again and time.monotonic() - self._looked < _LOOK_AGAIN_SECONDS:
             return
         if not self._lock.acquire(blocking=False):
@@ -141,7 +147,10 @@ class Control:
             self._lock.release()
 
     def close(self) -> None:
-        """Read what has come, then close all connections: a close with unread data would reset the connection."""
+        """Read the notices that have come, and close all connections.
+
+        A close with unread data would reset the connection, and the peer might lose this rank's notice.
+        """
         with self._lock:
             self.look(again=True)
             for _, connection, _ in self._links.values():
@@ -155,7 +164,7 @@ class Control:
             connection.close()
 
     def _read(self) -> None:
-        # More than once, because a notice may come in pieces, and the end of the connection may follow it.
+        # Poll several times, because a notice may come in pieces, and the end of the connection may follow it.
         for _ in range(_NOTICES_AT_ONCE):
             for fd, _ in self._poller.poll(0):
                 if fd in self._links:
@@ -192,26 +201,26 @@ class Control:
 
 
 def _send(connection: socket.socket, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # it is broken; the next `look` detects that
+    with contextlib.suppress(OSError):  # if the connection is broken, the next `look` detects that
         connection.send(data)
 
 
 class NetMonitor(Monitor):
-    """The monitor of a rank that observes the others by its control connections.
+    """The monitor of a rank that observes the other ranks through its control connections.
 
-    A peer whose connection ends without a notice is treated as dead: it has died or cannot be reached. If a failed
-    rank's notice names ranks at fault, this rank blames them as well: the first survivor that detects a death may be
-    gone before the other survivors poll, and these must still name the dead rank.
+    A peer whose connection ends without a notice is treated as dead: it has died or cannot be reached. If a notice of
+    a failed rank names ranks at fault, this rank blames the same ranks and not the sender: the first survivor that
+    detects a death may be gone before the other survivors poll, and these must still name the dead rank.
     """
 
     def __init__(self, members: Sequence[Member], rank: int, control: Control) -> None:
         super().__init__(members, rank)
         self._control = control
-        self.let_arrive: Callable[[], None] = lambda: None  # called before this rank publishes that it leaves
-        self._broken: dict[int, str] = {}
-        self._taken: tuple[GroupError, Notice] | None = (
-            None  # this rank's failure, and the notice that caused it
-        )
+        # Called before this rank publishes that it leaves; waits until its data has arrived at the peers' hosts.
+        self.let_arrive: Callable[[], None] = lambda: None
+        self._broken: dict[int, str] = {}  # group rank -> how a connection for data or messages broke
+        # This rank's failure, and the notice that caused it.
+        self._taken: tuple[GroupError, Notice] | None = None
 
     def lost(self, rank: int, how: str) -> None:
         """Record how a connection to a rank, for data or messages, broke.
@@ -229,12 +238,12 @@ class NetMonitor(Monitor):
         super().leave()
 
     def is_gone(self, rank: int) -> bool:
-        """Return whether a rank no longer receives: it has left or failed, or its connection is lost."""
+        """Return whether a rank no longer receives: it has left or failed, or a connection to it is lost."""
         self._control.look()
         return self._state(rank) in (LEFT, FAILED) or rank in {**self._broken, **self._control.lost}
 
     def lost_processes(self) -> list[Member]:
-        """Return the members whose connections broke without a notice; for `processes.gone_among`."""
+        """Return the members with a broken connection that have neither left nor failed; for `gone_among`."""
         self._control.look()
         return [self.members[rank] for rank in self._suspects()]
 
@@ -245,24 +254,25 @@ class NetMonitor(Monitor):
     def decide(self, needed: Sequence[int], doing: str) -> GroupError | None:
         if self.failure is not None:
             return self.failure
-        # First look for dead processes, then read the notices: a process that leaves sends LEFT before it ends, so its
-        # notice is read here.
+        # Look for dead processes before reading the notices: a process that leaves sends LEFT before it ends. So if the
+        # process is found dead here, its notice is read here too, and its death is not taken for a failure.
         proven = set(dead_among(self.members))
         self._control.look(again=bool(proven))
         proven -= {member for rank, member in enumerate(self.members) if not self._is_present(rank)}
         if error := self._death(proven, doing):
             return error
         for notice in list(self._control.heard.values()):
-            if notice.state == FAILED:  # the rank, or the ranks that its notice names, are at fault
+            # At fault are the ranks that the notice names, or else its first sender.
+            if notice.state == FAILED:
                 passed_on = self.passed_on(notice.origin, notice.text, notice.ranks, notice.late, doing)
                 self._taken = (passed_on, notice)
                 return passed_on
         return super().decide(needed, doing)
 
     def _death(self, proven: set[Member], doing: str) -> PeerDiedError | None:
-        """Return the error for the members that died, by this rank's evidence or by notices; None if none died."""
+        """Return the error for the members that died, as far as this rank and the notices show; None: none died."""
         suspects = {self.members[rank]: how for rank, how in self._suspects().items()}
-        # The first notice that reports the death of another rank than this one.
+        # The first notice that reports the death of a rank other than this one.
         notices, me = list(self._control.heard.values()), self.members[self.rank].rank
         report = next((each for each in notices if each.died and set(each.ranks) - {me}), None)
         reported = set(report.ranks) if report is not None else set()
@@ -282,7 +292,7 @@ class NetMonitor(Monitor):
         return error
 
     def _suspects(self) -> dict[int, str]:
-        """Return how the connection broke, for each group rank with a broken one that has neither left nor failed."""
+        """Return {group rank: how a connection to it broke}, without the ranks that have left or failed."""
         broken = {**self._broken, **self._control.lost}
         return {rank: how for rank, how in broken.items() if self._is_present(rank)}
 
