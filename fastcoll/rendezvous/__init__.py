@@ -1,4 +1,4 @@
-"""How ranks find one another: init_method URLs, environment detection, meetings and connections."""
+"""How ranks find one another: init_method URLs, launchers' variables, meetings in a store, and connections."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 `detect` reads torch's variables (set by fastcoll.launch, torchrun or by hand), and those of Open MPI, MPICH and Intel
 MPI (Hydra), MVAPICH and Slurm. With a wrong rank or size, ranks would wait for others that never come, so variables
-that contradict one another are an error. Two cases are usual and allowed, in which one launcher starts another: Slurm
-is the outermost, so its variables are read only if no other launcher has set any; a torch-style agent, recognised by
-LOCAL_WORLD_SIZE, is the innermost.
+that contradict one another are an error. It is usual, and no error, that one launcher starts another. Slurm is then the
+outermost launcher, so its variables are read only if no other launcher has set a rank. A torch-style agent, recognised
+by LOCAL_WORLD_SIZE, is the innermost launcher, so if there is one, only torch's variables are read.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def detect(environ: Mapping[str, str], rank: int | None = None, world_size: int 
     world_size = _agreed(readings, "size") if world_size is None else world_size
     if rank is not None and world_size is not None and not 0 <= rank < world_size:
         raise UsageError(f"rank {rank} ({rank_variable or 'passed'}) is not in a world of {world_size}")
-    # If Slurm started exactly this world, its first node has rank 0.
+    # If Slurm started exactly this world, the first node of Slurm's list has rank 0.
     leads = slurm is not None and rank is not None and slurm[1:3] == (rank, world_size)
     nodes = next((environ[name] for name in _NODE_LISTS if environ.get(name)), "")
     names = [name for reading in readings for name in (reading.source.rank, reading.source.size)]
@@ -105,14 +105,14 @@ def detect(environ: Mapping[str, str], rank: int | None = None, world_size: int 
 
 
 def derived_port(job_id: str) -> int:
-    """Return the port at which the nodes of a job meet if none is set: 10000 to 59999, the same on all nodes."""
+    """Return the port at which the nodes of a job meet if no port is set: 10000 to 59999, the same on all nodes."""
     return 10000 + zlib.crc32(job_id.encode()) % 50000
 
 
 def port_beside(port: int, away: int = 5000) -> int:
-    """Return the port of a job's store for a MASTER_PORT, which torch uses itself.
+    """Return the port of a job's store if MASTER_PORT is `port`, at which torch's own store may listen.
 
-    The store's port is 5000 away, because jobs often use consecutive ports.
+    The two ports are 5000 apart, because the MASTER_PORTs of several jobs are often consecutive.
     """
     return port - away if port - away > 1023 else port + away
 
@@ -130,7 +130,10 @@ def _read(environ: Mapping[str, str], source: LauncherVariables) -> _Reading | N
 
 
 def _read_slurm(environ: Mapping[str, str]) -> _Reading | None:
-    """Read Slurm's variables, unless the task is a shell. A step (srun -n) may have fewer tasks than SLURM_NTASKS."""
+    """Read Slurm's variables; None if they are not set, or in an interactive shell, which is not a rank.
+
+    A step (srun -n) may have fewer tasks than SLURM_NTASKS, so the variables of the step come first.
+    """
     is_shell = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
     if is_shell or SLURM.rank not in environ or SLURM.size not in environ:
         return None
@@ -141,7 +144,7 @@ def _read_slurm(environ: Mapping[str, str]) -> _Reading | None:
 
 
 def _agreed(readings: list[_Reading], what: str) -> int | None:
-    """Return the value that all readings have, or raise if they differ."""
+    """Return the value that all readings agree on, or None if none has it; UsageError if they differ."""
     readings = [reading for reading in readings if getattr(reading, what) is not None]
     said = [(getattr(reading.source, what), getattr(reading, what)) for reading in readings]
     for variable, value in said[1:]:

@@ -1,8 +1,9 @@
 """Dialing: a rank opens several connections at a time, without blocking.
 
-A dial is repeated if the peer refuses it, is unreachable or drops the opening (the first messages on a connection,
-store/opening.py), because the peer may lack descriptors, or the network may not be up yet. It is not repeated if the
-peer is another process, or has another version or secret.
+A dial is the attempt to open one connection: a TCP connect and the handshake (store/opening.py). It is repeated if
+nothing listens at the peer's address, if the peer is unreachable, or if it drops the connection during the handshake,
+because the peer may lack descriptors, or the network may not be up yet. It is not repeated if the process at the peer's
+address has another version of fastcoll or another secret.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ Wish = tuple[int, int] | float
 
 
 class Dial:
-    """A connection to a group rank, while it is opened, from the interface `source` to the peer's address `target`.
+    """A dial to a group rank, from the interface `source` to the peer's address `target`.
 
     Attributes:
         connection: the socket, once `is_done`.
         reason: why the last try failed.
-        does_not_fit: the process at the peer's address is another one, or has another version or secret.
-        refused_since: since when all tries have found that no process listens at the peer's address; None: the latest
-            try failed for another reason.
+        does_not_fit: the dial has failed for good, because the process at the peer's address has another version or
+            secret.
+        refused_since: the time since which every try has found that no process listens at the peer's address; None:
+            the latest try failed for another reason.
     """
 
     def __init__(
@@ -66,11 +68,11 @@ class Dial:
 
     @property
     def connection(self) -> socket.socket:
-        assert self._socket is not None, "it stands"
+        assert self._socket is not None, "the dial is done"
         return self._socket
 
     def step(self) -> None:
-        """Proceed as far as possible without blocking.
+        """Proceed as far as possible without blocking; then `waits_for` is the event that the dial waits for.
 
         RendezvousError, ResourceError: the dial has failed for good; do not call this again.
         """
@@ -116,7 +118,7 @@ class Dial:
     def _try(self, dialing: Dialing, source: Interface, target: tuple[str, int]) -> Iterator[Wish]:
         made = self._socket = socket.socket(family_of(source.address), socket.SOCK_STREAM)
         tune(made)
-        # Without this option the kernel reserves a port for the whole machine, not only for this destination.
+        # Without this option, `bind` reserves a local port for all destinations, and the ports may run out.
         made.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
         made.bind((source.address, 0))
         while (status := made.connect_ex(target)) in (errno.EINPROGRESS, errno.EALREADY):
@@ -139,7 +141,7 @@ class Dial:
 
 
 def _exhausted(error: OSError, where: str) -> ResourceError | None:
-    """Return the error for a dial without a free descriptor, if the limit cannot be raised."""
+    """Return the error if no descriptor was free and the limit cannot be raised; else None, and the dial is retried."""
     lacking = no_descriptor(error, f"cannot connect to {where}")
     return None if lacking and raise_limit(MORE_DESCRIPTORS, "connections") else lacking
 
@@ -147,10 +149,10 @@ def _exhausted(error: OSError, where: str) -> ResourceError | None:
 def dial_all(
     dials: Sequence[Dial], look: Callable[[], None], stands: Callable[[Dial], None] = lambda _: None
 ) -> None:
-    """Open all connections, and pass each to `stands` as soon as it is open.
+    """Complete all dials, and pass each to `stands` as soon as its connection is open.
 
-    `look` is called at least every 50 ms; if it raises, the unfinished dials are closed. RendezvousError: a peer does
-    not fit. ResourceError: this host has no port or descriptor left.
+    `look` is called about every 50 ms; if it raises, the unfinished dials are closed. RendezvousError: a peer has
+    another version or secret. ResourceError: this host has no port or descriptor left.
     """
     looked = time.monotonic()
     waiting = list(dials)

@@ -1,4 +1,4 @@
-"""From an init_method to a rank and a store: fastcoll's own rendezvous methods, and handlers that users register.
+"""Turns an init_method into a rank and a store: by fastcoll's own rendezvous methods, or handlers of users.
 
 The methods and the URL parser are imported when they are needed, to keep `import fastcoll` fast.
 """
@@ -29,10 +29,10 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
 
     Args:
         scheme: a word, such as "mine" for mine://.
-        handler: a generator function, called with the URL and `timeout` (a timedelta). It yields once: a store that
-            all ranks share, of fastcoll or torch, this process's rank, and the world size. A rank and a world size
-            that were passed to `init_process_group` are in the URL, as ?rank=0&world_size=4. When the process leaves
-            the job, the generator and the store are closed; to keep a store, yield a `PrefixStore` of it.
+        handler: a generator function, called with the URL and `timeout` (a timedelta). It yields one tuple: a store
+            that all ranks share (of fastcoll or torch), this process's rank, and the world size. If a rank and a world
+            size were passed to `init_process_group`, they are in the URL, as ?rank=0&world_size=4. When the process
+            leaves the job, the generator and the store are closed; to keep the store open, yield a `PrefixStore` of it.
 
     Raises:
         UsageError: the scheme is not a word or has a handler already, or the handler is not a function.
@@ -138,7 +138,7 @@ class InitMethod:
 
     @property
     def is_multicast(self) -> bool:
-        """True if the host is a multicast address, at which ranks are assigned."""
+        """True if the host is a multicast address, at which ranks are assigned to processes without one."""
         from ..system.address import ip_of  # imports sockets
 
         address = ip_of(self.host)
@@ -146,7 +146,7 @@ class InitMethod:
 
 
 def parse(url: str, rank: int, world_size: int) -> InitMethod:
-    """Parse `url` and merge the arguments into it (-1: not given); raise UsageError if something is wrong."""
+    """Parse `url`, and add the arguments (-1: not given). UsageError: the URL is malformed, or they contradict it."""
     from urllib.parse import parse_qsl, unquote, urlsplit
 
     try:
@@ -170,7 +170,7 @@ def parse(url: str, rank: int, world_size: int) -> InitMethod:
                 f"{name}={given} was passed, but init_method {url!r} has {name}={int(value)}; drop one of them"
             )
     chosen_rank, chosen_size = numbers.get("rank"), numbers.get("world_size")
-    # The rank, the size, or both may still be unknown: check what is known.
+    # The rank, the size, or both may still be unknown. An unknown number is replaced by one that passes the check.
     check_rank(chosen_rank or 0, max(chosen_rank or 0, 0) + 1 if chosen_size is None else chosen_size)
     path = ""
     if parts.scheme == "file":

@@ -1,16 +1,18 @@
 """How processes become ranks with a list of all members, through meetings in a store (assemble.py).
 
-join: each process has a rank. The first process publishes its world size, backend and version, and all other processes
-compare these with their own. Each process claims its rank and writes its registration; rank 0 publishes the list.
-arrive: processes without ranks, or with requested ones, get ranks. Each process takes the next place from a counter and
-writes its record there; the process at place 0 assigns the ranks.
+`join` is for processes that have ranks. The first process publishes its world size, backend and version, and all other
+processes compare these with their own. Each process claims its rank and writes its registration (a Member); rank 0
+publishes the list of all members.
 
-Keys besides those of the meetings "join" and "arrivals":
+`arrive` is for processes that have no rank, or only request one. Each process takes the next place from a counter and
+writes a record (an Arrival) at this place; the process at place 0 assigns the ranks.
+
+Keys, besides those of the meetings "join" and "arrivals" (assemble.py):
 
     join/first          a counter: the process that makes it 1 writes `terms`
     join/terms          the registration of that process
     join/claim/<rank>   a counter: the process that makes it 1 owns the rank
-    arrivals/count      a counter: the places taken
+    arrivals/count      a counter: how many places are taken
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from .assemble import MOVED, Ending, Meeting, compact, expand, member_key, pack,
 logger = logging.getLogger("fastcoll")
 
 _JOIN, _ARRIVALS = "join", "arrivals"
-# If two processes claim one rank, the second waits this long for the first one's registration, to name it in the error.
+# If two processes claim the same rank, the second waits this long for the registration of the first, because the error
+# names both.
 _NAMING_SECONDS = 2.0
 
 
@@ -45,12 +48,12 @@ def join(
 ) -> list[Member]:
     """Meet all other ranks; return the members by rank. `between` and `began`: as for Meeting.
 
-    Every rank of the world must call this once with the same store. For each further use of a store, pass another
-    PrefixStore of it.
+    Every rank of the world must call this once with the same store. Use a store for one call only; for another call,
+    pass a PrefixStore with a new prefix.
 
     Raises:
-        UsageError: the rank is out of range or claimed twice, or world size, backend or version
-            differ between ranks; all waiting ranks raise this error, which names both processes.
+        UsageError: the rank is out of range or claimed twice, or world size, backend or version differ between ranks.
+            All waiting ranks raise this error, which names both processes.
         PeerDiedError: a registered process died.
         StoreTimeoutError: ranks did not come in time; the message names them.
         StoreError: the store is gone.
@@ -98,7 +101,10 @@ class _Joining(Meeting):
         self.members: dict[int, Member] = {}
 
     def agree_on_terms(self) -> None:
-        """Publish the terms if this process is the first; else compare this process with the published terms."""
+        """Publish this process's world size, backend and version if it is the first; else compare them.
+
+        UsageError: they differ from those of the first process.
+        """
         if self.store.add("join/first", 1) == 1:
             self.say("terms", self._me.to_bytes())
             return
@@ -113,7 +119,7 @@ class _Joining(Meeting):
                 )
 
     def claim_rank(self) -> None:
-        """Claim this process's rank, or raise if another process has claimed it."""
+        """Claim this process's rank; UsageError: another process has claimed the rank."""
         rank = self._me.rank
         if self.store.add(f"join/claim/{rank}", 1) == 1:
             return
@@ -142,7 +148,7 @@ class _Joining(Meeting):
 
     def learned(self, place: int, value: bytes) -> None:
         member = self.members[place] = Member.from_bytes(value)
-        if member not in self.watched[:1]:  # the first process is watched since `agree_on_terms`
+        if member not in self.watched[:1]:  # `agree_on_terms` has added the first process to `watched`
             self.watched.append(member)
 
 
@@ -159,7 +165,7 @@ def _claimed_twice(rank: int, one: str, other: str, instead: str = "") -> UsageE
 
 
 class FullError(UsageError):
-    """The world was full before this process came."""
+    """Other processes, `arrivals`, had taken all places before this process came."""
 
     def __init__(self, arrivals: Sequence[Arrival]) -> None:
         names = ", ".join(arrival.where for arrival in arrivals)
@@ -169,7 +175,7 @@ class FullError(UsageError):
 
 @dataclass(frozen=True)
 class Arrival(ProcessId):
-    """A process that wants to take part, with the rank that it requests, or -1."""
+    """A process that wants to be a rank; `rank` is the rank that it requests, or -1."""
 
     called: ClassVar[str] = "an arrival"
 
@@ -177,12 +183,12 @@ class Arrival(ProcessId):
     world_size: int
 
     def claim(self, asked: dict[int, Arrival]) -> None:
-        """Record the rank that the process requests, or raise UsageError if another process requests it."""
+        """Enter this process into `asked` under the rank that it requests; UsageError: another process requests it."""
         if self.rank != -1 and (other := asked.setdefault(self.rank, self)) is not self:
             raise _claimed_twice(self.rank, other.where, self.where, ", or none of them any")
 
     def check_same_world(self, mine: Arrival) -> None:
-        """Raise if the process has another world size than `mine`."""
+        """Raise UsageError if this process has another world size than `mine`."""
         if self.world_size != mine.world_size:
             raise UsageError(
                 f"the processes disagree about the world size: {self.where} has {self.world_size}, "
@@ -210,7 +216,7 @@ def arrive(
     """Join the meeting in `store`, and return this process's rank. `between`, `began`: as for Meeting.
 
     Raises:
-        FullError: other processes have filled the world.
+        FullError: other processes have taken all places.
         MovedError: the meeting was cancelled.
         UsageError: two processes request one rank, or world sizes differ; the message names both processes.
         PeerDiedError, StoreTimeoutError, StoreError: as for `assemble`.
@@ -229,7 +235,7 @@ def arrive(
         )
         ranks = expand(published, 16 * world_size)
         if 0 not in arriving.known and (first := store.peek([member_key(_ARRIVALS, 0)])[0]) is not None:
-            # The others may have met before this process read the first one's record.
+            # The meeting may have ended before this process read the record at place 0, and compared the world sizes.
             Arrival.from_bytes(first).check_same_world(me)
         if not isinstance(ranks, list) or len(ranks) != world_size or ranks[place] not in range(world_size):
             raise StoreError(f"a rank cannot be read: {ranks!r:.80}")
@@ -237,7 +243,7 @@ def arrive(
 
 
 def call_off(store: Store) -> bool:
-    """Cancel the meeting before it is full; return False if it was full already."""
+    """Cancel the meeting, unless it has ended; return whether this call cancelled it."""
     return Ending(store, _ARRIVALS).decide(MOVED)
 
 
@@ -259,7 +265,7 @@ class _Arriving(Meeting):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         super().__exit__(kind, error, trace)
-        forget(self.watched)  # some of them may never call `join`
+        forget(self.watched)  # some of these processes may never call `join`, and so would be watched forever
 
     def learned(self, place: int, value: bytes) -> None:
         arrival = Arrival.from_bytes(value)

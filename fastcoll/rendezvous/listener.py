@@ -1,16 +1,20 @@
 """The sockets on which a process accepts connections of other ranks, and how the members of a group exchange addresses.
 
-A connection begins with an opening from each side and their proofs that they have the group's key (store/opening.py).
-After that, the listener hands the connection to its group. It drops all other connections, and logs each host that
-sends such connections once. A pending opening takes 112 bytes and one descriptor for at most 10 s; a rank whose opening
-was dropped dials again. A rank that has received an answer regards the connection as established, and may be stopped or
-starved before it sends its proof; so the listener waits for the proof for the group's timeout. Strangers get no answer,
-because they do not have the group's name, 16 random bytes. When 256 connections are pending, the oldest one without a
-complete opening is dropped. If all openings are complete and only proofs are missing, the oldest connection is dropped.
-So idle connections keep no rank out.
+A connection begins with a handshake (store/opening.py): each side sends an opening, and then its proof that it has the
+group's key. After that, the listener hands the connection to its group. It drops all other connections, and logs the
+first one from each host as a warning.
 
-Members exchange addresses through the group's store. The first member draws the group's name and token ("terms"). A
-member listens for the group before it publishes its address, so every dial to a published address finds the group.
+A connection is *pending* until its handshake is complete. A pending connection takes at most 112 bytes and one
+descriptor. Its opening must be complete within 10 s; a rank whose connection is dropped before that dials again. A rank
+whose opening was answered regards the connection as established, and may be stopped or starved before it sends its
+proof; so the listener waits for the proof for the group's timeout. Strangers get no answer, because they do not have
+the group's name, 16 random bytes. When 256 connections are pending, the oldest one without a complete opening is
+dropped. If all openings are complete and only proofs are missing, the oldest connection is dropped. So connections that
+send nothing cannot keep ranks out.
+
+Members exchange addresses through the group's store. The first member draws the group's name and token, and publishes
+them ("terms"). A member listens for the group before it publishes its address, so every dial to a published address
+finds the group.
 """
 
 from __future__ import annotations
@@ -66,12 +70,12 @@ OPENING_SECONDS = 10.0
 MOST_OPENINGS = 256
 
 Deliver = Callable[[Opening, socket.socket], None]
-"""Receives a proven connection, on the listener's thread; must not block."""
+"""Receives a connection whose handshake is complete, on the listener's thread; must not block."""
 
 
 @dataclass
 class _Pending:
-    """A connection that is not handed over yet, because the opening or the proof is not complete."""
+    """A connection whose handshake is not complete yet."""
 
     socket: socket.socket
     host: str
@@ -100,7 +104,7 @@ class Listener(serving.SocketServer):
     def join(self, endpoint: Endpoint, deliver: Deliver, timeout: float) -> None:
         """Start handing connections for this group to `deliver`.
 
-        A rank must send its proof within `timeout` seconds, or within 10 s if that is longer.
+        A dialing rank has `timeout` seconds to send its proof, but at least 10 s.
         """
         self._endpoints[endpoint.group, endpoint.rank] = (endpoint, deliver, max(timeout, OPENING_SECONDS))
 
@@ -111,7 +115,7 @@ class Listener(serving.SocketServer):
     def opens_for(self, endpoint: Endpoint) -> bool:
         """Return whether a connection for this group was answered and is not handed over yet.
 
-        The rank that has dialed it regards it as established. Any thread may call this.
+        The rank that has dialed regards such a connection as established. Any thread may call this.
         """
         openings = [pending.answering.theirs for pending in list(self._pending.values())]
         return any(each and (each.group, each.peer) == (endpoint.group, endpoint.rank) for each in openings)
@@ -139,7 +143,7 @@ class Listener(serving.SocketServer):
         self.selector.register(connection, selectors.EVENT_READ, connection.fileno())
 
     def _make_room(self) -> None:
-        """Drop pending connections above the limit: the oldest one without a complete opening, else the oldest one.
+        """Drop pending connections until a new one fits: the oldest without a complete opening, else the oldest.
 
         Before a connection without a complete opening is dropped, its data is read once more. If this completes the
         opening, the connection stays.
@@ -165,7 +169,7 @@ class Listener(serving.SocketServer):
         self.pause()
 
     def lack(self) -> ResourceError | None:
-        """Return the error because of which this process has long been unable to accept connections, or None.
+        """Return the error if this process has lacked descriptors to accept connections for 2 s or more; else None.
 
         Any thread may call this.
         """
@@ -179,7 +183,7 @@ class Listener(serving.SocketServer):
         return None if entry is None or theirs.kind is ConnectionKind.STORE else entry[0]
 
     def serve(self, data: int, events: int) -> None:
-        """Read from a pending connection, but no more than its opening needs: the rest belongs to the group."""
+        """Read from a pending connection, but no more than the handshake needs: later bytes are for the group."""
         pending = self._pending.get(data)
         if pending is None:
             return
@@ -203,7 +207,7 @@ class Listener(serving.SocketServer):
                 self._hand_over(pending, answering.theirs)
 
     def _allow_proof(self, pending: _Pending, theirs: Opening | None) -> None:
-        """Give an answered rank its group's timeout to send its proof. If the group is gone, change nothing."""
+        """Give an answered rank its group's timeout to send the proof. If the group has been left, change nothing."""
         entry = theirs and self._endpoints.get((theirs.group, theirs.peer))
         if entry:
             pending.deadline = time.monotonic() + entry[2]
@@ -265,7 +269,7 @@ def _listen(interface: Interface) -> socket.socket:
 
 
 def acquire(interfaces: Sequence[Interface]) -> Listener:
-    """Return this process's listener on these addresses; it is closed at the last `release`."""
+    """Return this process's listener on these interfaces, or a new one; its last `release` closes it."""
     return serving.acquire(tuple(interfaces), partial(Listener, interfaces))
 
 
@@ -296,7 +300,10 @@ class ListenAddresses:
 
 @dataclass(frozen=True)
 class Roster:
-    """This rank's endpoint, interfaces and listener, and the addresses of every rank (`places`)."""
+    """What `gather` returns: this rank's endpoint, interfaces and listener, and the addresses of all ranks.
+
+    `places` has the addresses, by rank. `streams` is the number of data connections between two ranks.
+    """
 
     endpoint: Endpoint
     interfaces: list[Interface]
@@ -305,7 +312,7 @@ class Roster:
     listener: Listener
 
     def leave(self, grace: float = 0.0) -> None:
-        """Wait up to `grace` seconds for answered connections to complete, then accept none for this group."""
+        """Stop accepting connections for this group, after up to `grace` seconds for pending, answered ones."""
         until = time.monotonic() + grace
         while self.listener.opens_for(self.endpoint) and time.monotonic() < until:
             time.sleep(0.001)
@@ -316,7 +323,7 @@ class Roster:
 def _terms(
     meeting: GroupMeeting, members: Sequence[Member], rank: int
 ) -> tuple[list[Interface], bytes, bytes, int]:
-    """Return this rank's interfaces, and the first member's choices: the group's name, token and number of streams."""
+    """Return this rank's interfaces, and what the first member chose: the group's name, token and number of streams."""
     store = meeting.store
     if rank == 0:
         interfaces = choose_here(local_address(store), members, None)
@@ -343,10 +350,10 @@ def _terms(
 def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver: Deliver) -> Roster:
     """Exchange the addresses of all members; collective. `deliver` receives the connections of the other ranks.
 
-    Raises:
-        UsageError: an interface does not exist, or the ranks name different numbers of interfaces; on every rank.
-        ResourceError: a rank cannot listen; on every rank.
-        RendezvousError: the ranks' secrets differ; on every rank.
+    Raises, on every rank:
+        UsageError: an interface does not exist, or the ranks name different numbers of interfaces.
+        ResourceError: a rank cannot listen.
+        RendezvousError: the ranks' secrets differ.
         PeerDiedError, StoreTimeoutError: a member died or did not come.
     """
     interfaces, group, token, streams = _terms(meeting, members, rank)
@@ -371,7 +378,8 @@ def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver:
         listener.join(endpoint, deliver, meeting.timeout)
         names = tuple(each.name for each in interfaces)
         place = ListenAddresses(names, tuple(each.address for each in interfaces), tuple(listener.ports))
-        # This proof lets all ranks detect a different secret at once, before a connection fails because of it.
+        # By comparing these proofs, all ranks detect now if their secrets differ, before a connection fails because of
+        # it.
         mine = {**asdict(place), "same": proof(endpoint.key, "fastcoll group, the same secret", ()).hex()}
         records = meeting.assemble(mine, check)
         roster.places.extend(map(ListenAddresses.from_record, records))

@@ -1,7 +1,8 @@
 """The rendezvous methods env://, tcp://host:port and file://.
 
-Over TCP, rank 0 serves the store and the others connect to it. The store's port is beside the given one
-(`detect.port_beside`), because torch's store uses the given port, under torchrun and in programs that use both.
+Over TCP, rank 0 serves the store and the others connect to it. The store does not listen at the given port, but at one
+that is computed from it (`detect.port_beside`), because torch's store uses the given port under torchrun, and in
+programs that use torch.distributed as well.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from ..system.processes import forget, set_process_rank, status_of, this_process
 from .detect import TORCH, Detected, derived_port, detect, port_beside
 from .join import FullError, arrive, check_rank
 
-# How long to wait until a file that another world has filled is removed: its processes may be about to end. If this
-# process itself has the file open from before, it waits for the whole timeout.
+# How long to wait for the removal of a file in which another world has met: the processes of that world may be about to
+# end. If this process itself is one of them, it waits for the whole timeout.
 _FULL_SECONDS = 2.0
 _LOOK_AGAIN_SECONDS = 0.5
 
@@ -43,7 +44,7 @@ class WorldSettings(NamedTuple):
 
 
 def meet_by_environment(rank: int | None, world_size: int | None, timeout: float) -> Rendezvous:
-    """Meet as the environment variables say; without any of them the world has one rank.
+    """Meet the other ranks according to the environment variables; without any of them the world has one rank.
 
     UsageError: variables are missing, contradict one another, or are not numbers.
     """
@@ -98,10 +99,10 @@ def _missing(detected: Detected, needed: Mapping[str, object]) -> UsageError:
 
 
 def shared_path(rank_variable: str) -> str:
-    """Return a path that is the same for the ranks of one local launcher, and differs from that of any other job.
+    """Return a path that is the same for all ranks that one launcher has started here, and for no others.
 
     The path has the pid and start time of the nearest ancestor process without the rank's variable. That is the
-    launcher's daemon, even if a shell or a wrapper is in between. A rank in its own container cannot see that process.
+    launcher's daemon, even if a shell or a wrapper is in between. A rank in its own container cannot see the daemon.
     """
     import tempfile  # imports random and the compression modules, which few programs need at start
 
@@ -125,8 +126,8 @@ def meet_in_file(
 ) -> Rendezvous:
     """Meet the other processes of the world in the file `path`, which exists while they have it open.
 
-    With a `group_name`, the file has another name beside `path`, so jobs with different names may share a path. Raises
-    the errors of `arrive` and FileStore, and UsageError if another world has filled the file.
+    With a `group_name`, a digest of it is appended to `path`, so jobs with different group names may share a path.
+    Raises the errors of `arrive` and FileStore, and UsageError if another world has met in the file and keeps it.
     """
     if group_name:
         path = f"{path}.{hashlib.sha256(group_name.encode()).hexdigest()[:16]}"
@@ -151,8 +152,8 @@ def meet_in_file(
         except BaseException:
             store.close()
             raise
-        # A process that waits until a full file is removed must not be a participant, or the file would never be
-        # removed. So it closes the store, and polls the number of links of the open file.
+        # A process that waits until another world's file is removed must not be a participant of the file, or the file
+        # would never be removed. So it closes the store, and polls the number of links of the open file.
         with open(path, "rb") as file:
             store.close()
             for _ in tries(_LOOK_AGAIN_SECONDS, 0.01, 0.01):
@@ -161,7 +162,7 @@ def meet_in_file(
 
 
 def _look_at_participants(store: FileStore) -> None:
-    """Raise if a process that has the file open has died; release the process handles in any case."""
+    """Raise PeerDiedError if a process that has the file open has died; close the pidfds in any case."""
     there = store.participants()
     try:
         raise_if_dead(there, f"meeting in {store.path}")
@@ -172,9 +173,10 @@ def _look_at_participants(store: FileStore) -> None:
 def meet_at_address(
     host: str, port: int, rank: int | None, world_size: int | None, timeout: float, source: str
 ) -> Rendezvous:
-    """Open the store of the job that meets at `host`:`port`; rank 0 serves it. `source` names the origin of both.
+    """Open the store of the job that meets at `host`:`port`; rank 0 serves it.
 
-    ResourceError: the port is in use, or rank 0 may not open a connection for each rank. StoreTimeoutError: no rank 0.
+    `source` is where host and port come from, for error texts. ResourceError: the port is in use, or rank 0's limit of
+    descriptors is too low for a connection with each rank. StoreTimeoutError: rank 0 was not reached.
     """
     if rank is None or world_size is None:
         missing = [name for name, value in (("rank", rank), ("world_size", world_size)) if value is None]

@@ -9,12 +9,13 @@ An announcement is one datagram:
 
 All other datagrams, and those with another secret, are ignored.
 
-Datagrams may be lost, so they only serve to elect a leader. The leader offers a TCP store, the others connect to it,
-and ranks are assigned there. Each candidate has a random nonce. A candidate that receives offers follows the one with
-the lowest nonce. Without an offer, a candidate waits until it knows as many processes as the world has ranks. Then the
-candidate with the lowest nonce leads at once, the next one a second later, and so on, in case those before it are dead.
-So two may lead at the same time. A leader that receives an offer with a lower nonce than its own cancels its meeting,
-unless its world is full already.
+Datagrams may be lost, so they only serve to elect a leader. The leader opens a TCP store, and announces its address (an
+*offer*). The others connect to the store, and ranks are assigned there. Each candidate has a random nonce. A candidate
+that receives several offers follows the offer with the lowest nonce. A candidate that receives no offer waits until it
+knows as many candidates as the world has ranks, itself included. Then the candidate with the lowest nonce leads at
+once, the one with the next nonce a second later, and so on, in case the candidates with lower nonces are dead. So two
+may lead at the same time. A leader that receives an offer with a lower nonce than its own cancels its own meeting,
+unless this meeting has ended already.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ from ..system.processes import ProcessId, forget, this_process
 from .assemble import MovedError
 from .join import FullError, arrive, call_off
 
-FRESH_SECONDS = 1.5  # a candidate that sent nothing for longer does not count
-STEP_SECONDS = 1.0  # how long a candidate waits for each lower nonce to lead
+FRESH_SECONDS = 1.5  # a candidate that has sent nothing for longer is not counted
+STEP_SECONDS = 1.0  # how long a candidate gives each candidate with a lower nonce to lead
 _ANNOUNCE_SECONDS = 0.1
 _CONNECT_SECONDS = 2.0
-# How long a leader that has cancelled its meeting, or failed, keeps its store so that followers can read the reason.
+# How long a leader that has cancelled its meeting keeps its store, and how long one that has failed, so that followers
+# can read the reason in the store.
 _GIVING_WAY_SECONDS = 2.0
 _FAILED_SECONDS = 0.5
 _LEAVE_COPIES = 3
@@ -61,7 +63,7 @@ MAX_DATAGRAM = len(_MAGIC) + 1200 + PROOF_SIZE
 def meet_by_multicast(
     address: str, port: int, rank: int | None, world_size: int, timeout: float, group_name: str = ""
 ) -> Rendezvous:
-    """Meet the other processes that announce themselves at a multicast address; ranks and errors as by `arrive`.
+    """Meet the processes that announce themselves at a multicast address; for `rank` and errors see `arrive`.
 
     `group_name` and the job's secret distinguish jobs that use the same address.
     ResourceError: this machine cannot join the multicast group.
@@ -80,15 +82,15 @@ def meet_by_multicast(
 
 @dataclass(frozen=True)
 class Announcement(ProcessId):
-    """The announcement of a candidate, with the identity of its process, which the others watch."""
+    """The announcement of a candidate, with the identity of its process, whose death the other candidates detect."""
 
     job: str  # a digest of the group name; announcements of other jobs are ignored
-    nonce: str  # 32 hex digits, new for each attempt; the lowest leads
-    time: float  # of the candidate's start, in seconds since the epoch, for people who read datagrams
+    nonce: str  # 32 hex digits, new for each call of `meet_by_multicast`; the candidate with the lowest leads
+    time: float  # the candidate's start, in seconds since the epoch, for people who read datagrams
     world_size: int
-    address: str = ""  # of its store
-    port: int = 0  # of its store; 0 while it has none
-    leaving: bool = False  # it has stopped looking for others; its death no longer ends their meeting
+    address: str = ""  # the address of the candidate's store
+    port: int = 0  # the port of the candidate's store; 0: it has no store, so this is no offer
+    leaving: bool = False  # the candidate has stopped looking for others, and its death is not a failure
 
     def seal(self, secret: bytes) -> bytes:
         """Return the datagram."""
@@ -119,7 +121,10 @@ def _mac(secret: bytes, message: bytes) -> bytes:
 
 
 class Election:
-    """The state of one candidate, without I/O: it decides whether to lead. All times are seconds of one clock."""
+    """The candidates that one candidate knows, without I/O; decides whether it leads or whom it follows.
+
+    All times are seconds of one clock.
+    """
 
     def __init__(self, nonce: str, world_size: int) -> None:
         self.nonce = nonce
@@ -130,7 +135,7 @@ class Election:
         self._enough_since: float | None = None
 
     def record(self, announcement: Announcement, now: float) -> None:
-        """Record an announcement of this job."""
+        """Record an announcement of a candidate of this job."""
         if announcement.leaving:
             self._left[announcement.nonce] = announcement
             self._received.pop(announcement.nonce, None)
@@ -152,14 +157,14 @@ class Election:
         self._enough_since = None
 
     def fresh(self, now: float) -> list[Announcement]:
-        """Return the other candidates that have sent something lately, the lowest nonce first."""
+        """Return the other candidates that have lately sent an announcement, the lowest nonce first."""
         nonces = sorted(self._received.keys() - self._passed_over)
         return [
             self._received[nonce][0] for nonce in nonces if now - self._received[nonce][1] <= FRESH_SECONDS
         ]
 
     def offer(self, now: float) -> Announcement | None:
-        """Return the offer to follow: the one with the lowest nonce."""
+        """Return the offer to follow, the one with the lowest nonce; None: there is no offer."""
         return next((candidate for candidate in self.fresh(now) if candidate.port), None)
 
     def gives_way(self, now: float) -> bool:
@@ -168,7 +173,7 @@ class Election:
         return offer is not None and offer.nonce < self.nonce
 
     def should_lead(self, now: float) -> bool:
-        """Return whether this candidate has to offer a store now."""
+        """Return whether this candidate has to lead now, if there is no offer."""
         others = self.fresh(now)
         if len(others) + 1 < self.world_size:
             self._enough_since = None
@@ -180,7 +185,7 @@ class Election:
 
 
 class _Candidate:
-    """This process, while it looks for the others."""
+    """This process, while it looks for the other processes of its world."""
 
     def __init__(
         self, group: MulticastSocket, where: str, me: Announcement, secret: bytes, timeout: float
@@ -201,7 +206,7 @@ class _Candidate:
                 continue
 
     def leave(self) -> None:
-        """Announce that this process leaves, so that the others neither wait for it nor mind its death."""
+        """Announce that this process leaves; the others then neither wait for it nor fail when it dies."""
         forget(self._election.there())
         self._me = replace(self._me, leaving=True)
         with contextlib.suppress(ResourceError):  # the network has gone
@@ -209,7 +214,7 @@ class _Candidate:
                 self._announce()
 
     def await_offer(self) -> Announcement | None:
-        """Announce and listen until there is an offer to follow; return it, or None if this process has to lead."""
+        """Announce this process until there is an offer to follow; return it, or None if this process has to lead."""
         me, size = self._me.where, self._me.world_size
         while True:
             self._announce()
@@ -226,7 +231,7 @@ class _Candidate:
             self._late.look(f"{me} at {self._where}", partial("{} processes to meet; {}".format, size, heard))
 
     def lead(self, address: str, rank: int | None) -> Rendezvous:
-        """Offer a store until the world is full."""
+        """Open a store, and announce it until all processes of the world have come to it."""
         store = TCPStore(address, 0, is_master=True, timeout=self._timeout)
 
         def keep_leading() -> None:
@@ -247,7 +252,10 @@ class _Candidate:
             self._me = replace(self._me, address="", port=0)
 
     def follow(self, offer: Announcement, rank: int | None) -> Rendezvous:
-        """Connect to the store of another candidate."""
+        """Connect to the store of another candidate, and get a rank there.
+
+        MovedError: the store cannot be reached, its meeting was cancelled, or its world is full.
+        """
         try:
             grace = min(max(self._deadline - time.monotonic(), 0.0), _CONNECT_SECONDS)
             store = TCPStore(offer.address, offer.port, timeout=grace)
@@ -278,7 +286,7 @@ class _Candidate:
             if other is None or other.job != self._me.job:
                 continue
             if other.world_size != self._me.world_size and not other.leaving:
-                for _ in range(_LEAVE_COPIES):  # the other candidate must see the different world size, too
+                for _ in range(_LEAVE_COPIES):  # the other candidate must receive this world size, too
                     self._announce()
                 raise UsageError(
                     f"the processes at {self._where} disagree about the world size: {other.where} has "
@@ -290,7 +298,7 @@ class _Candidate:
 
 
 class MulticastSocket:
-    """A member of the multicast group at `address`:`port`. A context manager; for one thread."""
+    """A socket in the multicast group at `address`:`port`. A context manager; for one thread."""
 
     def __init__(self, address: str, port: int) -> None:
         self._family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -317,7 +325,7 @@ class MulticastSocket:
             raise ResourceError(f"cannot send to the multicast group {self._address}: {errors[0]}")
 
     def receive(self, seconds: float, size: int) -> Iterator[bytes]:
-        """Yield the datagrams that come within `seconds`, cut at `size` + 1 bytes.
+        """Yield the datagrams that arrive within `seconds`, each cut off after `size` + 1 bytes.
 
         End after 10,000 datagrams, so that the caller can check its own deadline during a flood.
         """

@@ -1,15 +1,17 @@
 """How the survivors of a failure meet: the lowest surviving rank serves a store, and the others connect to it.
 
-Each survivor connects to the lowest member that it does not know to be dead; if that is the survivor itself, it serves.
-The server waits until each member has come or is dead, and then writes the list of survivors into the store. The server
-alone decides, so all survivors read the same list. If it dies, the next one serves, and all connect to that one.
+Each survivor connects to the member with the lowest rank that it does not know to be dead; if it is that member itself,
+it serves the store. The server waits until each member has come or is dead, and then writes the list of survivors into
+the store. The server alone decides, so all survivors read the same list. If the server dies, the next survivor serves a
+store, and all others connect to that.
 
-The server publishes its port at its recovery endpoint (core/backend.py), where the other members look for it. A group
-made of survivors may fail before all of them have it: some then have the new group, others only the one before. So
-until a new group is known to be complete, its members look for one another at the recovery endpoints of the failed
-group and of all groups made since (`Level`), and the server publishes its port at all of these.
+The server publishes its port at its recovery endpoint (core/backend.py), where the other members look for it. While the
+survivors make a new group, another rank may fail: then some survivors have made the new group, and others have only the
+failed group. So until a new group is known to be complete, survivors look for one another at the recovery endpoints of
+the failed group and of all groups made since (`Level`), and the server publishes its port at all of these.
 
-Keys: here/PROCESS, for each survivor that has come; `missing`, the members that have not; `left`, the survivors (JSON).
+Keys in the store: here/PROCESS, set by each survivor that has come; `missing`, a JSON list of the members that have not
+come yet; `left`, a JSON list of the survivors.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _LOOK_SECONDS = 0.05
 
 
 class Level(NamedTuple):
-    """A group at whose recovery endpoints survivors look for one another."""
+    """The failed group, or a group made since, at whose recovery endpoints survivors look for one another."""
 
     members: Sequence[Member]
     recovery_endpoint: RecoveryEndpoint
@@ -50,8 +52,8 @@ class Regroup:
     """The meeting of survivors, seen from one rank, within `timeout` seconds; error messages begin with `doing`.
 
     Attributes:
-        levels: the failed group, and the groups made since that are not known to be complete; the newest, which has
-            the fewest members, is last.
+        levels: the failed group, and then the groups made since that are not known to be complete, in the order in
+            which they were made. The last one has the fewest members.
     """
 
     def __init__(self, failed: Level, rank: int, timeout: float, doing: str) -> None:
@@ -81,7 +83,7 @@ class Regroup:
         return [member for member in self.levels[-1].members if member not in self._gone]
 
     def _check_time(self, missing: Sequence[Member]) -> None:
-        """Raise after the timeout; warn while members are late."""
+        """Raise CollectiveTimeoutError after the timeout; warn once if members are late."""
         names = ", ".join(map(str, missing))
         if time.monotonic() > self._deadline:
             raise CollectiveTimeoutError(
@@ -126,7 +128,7 @@ class Regroup:
     # ---- the other survivors -----------------------------------------------------------------------------------
 
     def _connect_to(self, first: Member) -> Regrouped | None:
-        """Wait at the first member's store for the survivors; None: it has died, or must be looked up again."""
+        """Wait for the other survivors at the store of `first`; None: try again, perhaps with another first member."""
         for level in self.levels:
             if first not in level.members:
                 continue
