@@ -114,7 +114,9 @@ class HybridBackend(Backend):
                 # before, and have published the reason to all ranks of `everyone`.
                 failure = everyone.monitor.decide([], f"making the group {name}") or error
             for index in range(topology.rails):  # a rank that is making a rail checks only that rail's store
-                GroupMeeting(PrefixStore(f"rail{index}", store), members, rank, timeout, name).tell(failure)
+                GroupMeeting(PrefixStore(f"rail{index}", store), members, rank, timeout, name).publish_error(
+                    failure
+                )
             if everyone is not None:
                 why = f"{members[rank]} could not make the group {name}: {str(error) or type(error).__name__}"
                 everyone.fail(failure if isinstance(failure, GroupError) else AbortedError(why))

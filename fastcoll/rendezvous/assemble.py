@@ -131,7 +131,7 @@ class Meeting:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self.tell(error)
+            self.publish_error(error)
             forget(self.watched)
 
     def gather(self, mine: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
@@ -165,13 +165,13 @@ class Meeting:
             raise StoreError(f"the contributions of {self.size} members cannot be read: {everybody!r:.80}")
         return everybody
 
-    def say(self, word: str, value: bytes = b"") -> None:
-        """Publish a value under `word`. Only place 0 calls this; the others read the value by `hear`."""
-        self.store.set(f"{self.name}/{word}", value)
+    def publish(self, topic: str, value: bytes = b"") -> None:
+        """Publish a value under `topic`. Only place 0 calls this; the others read the value by `receive`."""
+        self.store.set(f"{self.name}/{topic}", value)
 
-    def hear(self, word: str) -> bytes:
-        """Wait for the value that place 0 publishes under `word`, and return it."""
-        return self.wait([f"{self.name}/{word}"], lambda: self.names([0]))[0]
+    def receive(self, topic: str) -> bytes:
+        """Wait for the value that place 0 publishes under `topic`, and return it."""
+        return self.wait([f"{self.name}/{topic}"], lambda: self.names([0]))[0]
 
     def wait(self, keys: Sequence[str], missing: Callable[[], str] | None = None) -> list[bytes]:
         """Wait for keys until the meeting's timeout, and return their values.
@@ -201,16 +201,16 @@ class Meeting:
             with suppress(StalledError):
                 self._look_at([])
 
-    def hear_why(self) -> None:
+    def raise_published(self) -> None:
         """Wait up to 2 s for another member to publish an error, and raise that error; return if none does."""
-        told: list[bytes] = []
+        ends: list[bytes] = []
         grace = min(self.left(), _PUBLISH_SECONDS)
         with suppress(errors.StoreTimeoutError):
-            told = fetch_for(self.store, [self._end.key], self.watched, grace, self.doing)
-        for end in told:
+            ends = fetch_for(self.store, [self._end.key], self.watched, grace, self.doing)
+        for end in ends:
             self._check(end)
 
-    def tell(self, error: BaseException) -> None:
+    def publish_error(self, error: BaseException) -> None:
         """Publish an error of this member, which the other members then raise.
 
         Publish nothing if this member has read a failure that another member published, or if all members detect this
@@ -248,7 +248,7 @@ class Meeting:
         self._learn(sought, self._look_at([member_key(self.name, place) for place in sought]))
         if self.place == 0 and self._published_missing != (missing := self.missing()):
             self._published_missing = missing
-            self.say("missing", missing.encode())
+            self.publish("missing", missing.encode())
         self._between()
 
     def _look_at(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -285,8 +285,8 @@ class Meeting:
             return self.names(list(self._sought))
         if 0 not in self.known:
             return f"{self.names([0])} (it collects the others)"
-        told = self.store.peek([f"{self.name}/missing"], 0)[0]
-        return "others, not known yet" if told is None else told.decode()
+        published = self.store.peek([f"{self.name}/missing"], 0)[0]
+        return "others, not known yet" if published is None else published.decode()
 
 
 class GroupMeeting(Meeting):

@@ -67,8 +67,8 @@ class Notice:
         ranks = self.ranks[:MOST_RANKS]
         filled = (*ranks, *[0] * (MOST_RANKS - len(ranks)))
         what = _DIED if self.died else _LATE if self.late else 0
-        said = self.state, what, len(ranks), self.origin, len(text)
-        return _FORMAT.pack(_MAGIC, *said, bytes(12), *filled, text)
+        head = self.state, what, len(ranks), self.origin, len(text)
+        return _FORMAT.pack(_MAGIC, *head, bytes(12), *filled, text)
 
     @classmethod
     def from_bytes(cls, data: bytes, size: int) -> Notice:
@@ -91,13 +91,13 @@ class Control:
     """The control connections of a rank. Thread-safe; a signal handler may call `look` while `look` is running.
 
     Attributes:
-        heard: group rank -> its first notice or, if that was LEAVING, the next one.
+        received: group rank -> its first notice or, if that was LEAVING, the next one.
         lost: group rank -> how its connection ended, for error texts; also set if the rank has left or failed before.
         peers: group ranks to which there is, or was, a connection.
     """
 
     def __init__(self, size: int) -> None:
-        self.heard: dict[int, Notice] = {}
+        self.received: dict[int, Notice] = {}
         self.lost: dict[int, str] = {}
         self.peers: set[int] = set()
         self._size = size
@@ -106,7 +106,7 @@ class Control:
         self._looked = 0.0
         self._links: dict[int, tuple[int, socket.socket, bytearray]] = {}
         self._poller = select.poll()
-        self._said: list[bytes] = []
+        self._notices: list[bytes] = []  # those that `send` has sent; `add` sends them on a new connection
 
     def add(self, peer: int, connection: socket.socket) -> None:
         """Take ownership of a connection to a peer. There may be several connections to a peer."""
@@ -116,14 +116,14 @@ class Control:
                 watch(connection)
             self._links[connection.fileno()] = (peer, connection, bytearray())
             self._poller.register(connection, select.POLLIN)
-            for data in self._said:
+            for data in self._notices:
                 _send(connection, data)
 
-    def say(self, notice: Notice) -> None:
+    def send(self, notice: Notice) -> None:
         """Send a notice to all peers, also on connections that are added later."""
         data = notice.to_bytes()
         with self._lock:
-            self._said.append(data)
+            self._notices.append(data)
             for _, connection, _ in list(self._links.values()):
                 _send(connection, data)
 
@@ -179,7 +179,7 @@ class Control:
             if not data:
                 self._lose(fd, peer, "it closed the connection")
             elif len(buffer) == NOTICE_SIZE:
-                self._hear(peer, Notice.from_bytes(bytes(buffer), self._size))
+                self._receive(peer, Notice.from_bytes(bytes(buffer), self._size))
                 buffer.clear()
         except BlockingIOError:
             return
@@ -190,9 +190,9 @@ class Control:
             vanished = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
             self._lose(fd, peer, "its host cannot be reached" if vanished else str(error.strerror))
 
-    def _hear(self, peer: int, notice: Notice) -> None:
-        if peer not in self.heard or self.heard[peer].state == LEAVING:
-            self.heard[peer] = notice
+    def _receive(self, peer: int, notice: Notice) -> None:
+        if peer not in self.received or self.received[peer].state == LEAVING:
+            self.received[peer] = notice
 
     def _lose(self, fd: int, peer: int, how: str) -> None:
         self._poller.unregister(fd)
@@ -261,7 +261,7 @@ class NetMonitor(Monitor):
         proven -= {member for rank, member in enumerate(self.members) if not self._is_present(rank)}
         if error := self._death(proven, doing):
             return error
-        for notice in list(self._control.heard.values()):
+        for notice in list(self._control.received.values()):
             # At fault are the ranks that the notice names, or else its first sender.
             if notice.state == FAILED:
                 passed_on = self.passed_on(notice.origin, notice.text, notice.ranks, notice.late, doing)
@@ -273,7 +273,7 @@ class NetMonitor(Monitor):
         """Return the error for the members that died, as far as this rank and the notices show; None: none died."""
         suspects = {self.members[rank]: how for rank, how in self._suspects().items()}
         # The first notice that reports the death of a rank other than this one.
-        notices, me = list(self._control.heard.values()), self.members[self.rank].rank
+        notices, me = list(self._control.received.values()), self.members[self.rank].rank
         report = next((each for each in notices if each.died and set(each.ranks) - {me}), None)
         reported = set(report.ranks) if report is not None else set()
         reported_members = {member for member in self.members if member.rank in reported}
@@ -305,10 +305,10 @@ class NetMonitor(Monitor):
                 died = isinstance(self.failure, PeerDiedError)
                 late = isinstance(self.failure, CollectiveTimeoutError)
                 notice = Notice(FAILED, self.rank, self.failure.ranks, died, late, reason)
-        self._control.say(notice)
+        self._control.send(notice)
 
     def _state(self, rank: int) -> int:
-        notice = self._control.heard.get(rank)
+        notice = self._control.received.get(rank)
         return IN_ORDER if notice is None else notice.state
 
     def _is_present(self, rank: int) -> bool:
@@ -318,7 +318,7 @@ class NetMonitor(Monitor):
         return [self._state(rank) for rank in range(len(self.members))]
 
     def _reason(self, rank: int) -> str:
-        return self._control.heard[rank].text
+        return self._control.received[rank].text
 
     def _dead(self, working: Sequence[Member]) -> list[Member]:
         return dead_among(working)

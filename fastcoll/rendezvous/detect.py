@@ -75,12 +75,12 @@ def detect(environ: Mapping[str, str], rank: int | None = None, world_size: int 
     or out of range, or variables contradict one another.
     """
     slurm, torch = _read_slurm(environ), _read(environ, TORCH)
-    spoken = [torch]
+    candidates = [torch]
     if torch is None or torch.rank is None or TORCH.local_size not in environ:
-        spoken += [_read(environ, source) for source in MPI_SOURCES]
-        if all(reading is None or reading.rank is None for reading in spoken):
-            spoken.append(slurm)
-    readings = [reading for reading in spoken if reading is not None]
+        candidates += [_read(environ, source) for source in MPI_SOURCES]
+        if all(reading is None or reading.rank is None for reading in candidates):
+            candidates.append(slurm)
+    readings = [reading for reading in candidates if reading is not None]
     rank_variable = next((reading.source.rank for reading in readings if reading.rank is not None), "")
     rank = _agreed(readings, "rank") if rank is None else rank
     world_size = _agreed(readings, "size") if world_size is None else world_size
@@ -146,14 +146,14 @@ def _read_slurm(environ: Mapping[str, str]) -> _Reading | None:
 def _agreed(readings: list[_Reading], what: str) -> int | None:
     """Return the value that all readings agree on, or None if none has it; UsageError if they differ."""
     readings = [reading for reading in readings if getattr(reading, what) is not None]
-    said = [(getattr(reading.source, what), getattr(reading, what)) for reading in readings]
-    for variable, value in said[1:]:
-        if value != said[0][1]:
+    values = [(getattr(reading.source, what), getattr(reading, what)) for reading in readings]
+    for variable, value in values[1:]:
+        if value != values[0][1]:
             raise UsageError(
-                f"the environment disagrees with itself: {said[0][0]}={said[0][1]}, but {variable}={value}; unset "
+                f"the environment disagrees with itself: {values[0][0]}={values[0][1]}, but {variable}={value}; unset "
                 "one of them, or pass rank and world_size"
             )
-    return said[0][1] if said else None
+    return values[0][1] if values else None
 
 
 def _job_id(environ: Mapping[str, str], slurm_leads: bool) -> str | None:

@@ -106,9 +106,9 @@ class _Joining(Meeting):
         UsageError: they differ from those of the first process.
         """
         if self.store.add("join/first", 1) == 1:
-            self.say("terms", self._me.to_bytes())
+            self.publish("terms", self._me.to_bytes())
             return
-        first = Member.from_bytes(self.hear("terms"))
+        first = Member.from_bytes(self.receive("terms"))
         self.watched.append(first)
         for what, field in (("world size", "world_size"), ("backend", "backend"), ("version", "version")):
             theirs, ours = getattr(first, field), getattr(self._me, field)

@@ -330,9 +330,9 @@ def _terms(
         group, token = os.urandom(GROUP_SIZE), os.urandom(TOKEN_SIZE)
         family, streams = interfaces[0].family, config.get("FASTCOLL_TCP_STREAMS")
         terms = {"group": group.hex(), "token": token.hex(), "family": family, "streams": streams}
-        meeting.say("terms", json.dumps(terms).encode())
+        meeting.publish("terms", json.dumps(terms).encode())
     else:
-        data = meeting.hear("terms")
+        data = meeting.receive("terms")
         terms = loads(data)
         try:
             group, token = bytes.fromhex(terms["group"]), bytes.fromhex(terms["token"])

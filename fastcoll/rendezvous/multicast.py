@@ -223,12 +223,14 @@ class _Candidate:
             offer = self._election.offer(now)
             if offer is not None or self._election.should_lead(now):
                 return offer
-            heard = f"heard {listed(self._election.names(now)) or 'nobody'}"
+            others = f"heard {listed(self._election.names(now)) or 'nobody'}"
             if now >= self._deadline:
                 raise StoreTimeoutError(
-                    f"fewer than {size} processes met at {self._where} within {self._timeout:g} s; {me} {heard}"
+                    f"fewer than {size} processes met at {self._where} within {self._timeout:g} s; {me} {others}"
                 )
-            self._late.look(f"{me} at {self._where}", partial("{} processes to meet; {}".format, size, heard))
+            self._late.look(
+                f"{me} at {self._where}", partial("{} processes to meet; {}".format, size, others)
+            )
 
     def lead(self, address: str, rank: int | None) -> Rendezvous:
         """Open a store, and announce it until all processes of the world have come to it."""

@@ -53,23 +53,23 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
                 layout = choose_layout(len(members))
                 name = new_name()
                 published = tuning_table.to_publish(len(members), layout.slot)
-                meeting.say(
+                meeting.publish(
                     "segment", json.dumps({"name": name, "times": published, **vars(layout)}).encode()
                 )
                 segment = Segment.create(name, layout)
                 segment.words[ONE_SHOT_LIMIT] = one_shot_limit(len(members))
                 segment.words[ALGORITHMS] = allowed_algorithms()
-                meeting.say("created")
+                meeting.publish("created")
                 failpoints.reach("shm.meeting.after_create")
             else:
-                announced = json.loads(meeting.hear("segment"))
+                announced = json.loads(meeting.receive("segment"))
                 name, published = announced.pop("name"), announced.pop("times")
-                meeting.hear("created")
+                meeting.receive("created")
                 try:
                     segment = Segment.attach(name, Layout(**announced))
                 except ResourceError:
                     if name not in os.listdir(DIRECTORY):  # unlinked by a rank that has seen the meeting fail
-                        meeting.hear_why()
+                        meeting.raise_published()
                     raise
                 failpoints.reach("shm.meeting.after_attach")
             try:

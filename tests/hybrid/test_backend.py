@@ -342,6 +342,6 @@ def test_a_rank_that_cannot_make_the_group_ends_the_meeting_of_each_rail(
     with pytest.raises(dist.ResourceError):
         HybridBackend.make(store, "WORLD", crew, 3, 5.0)
     for rail in range(2):
-        heard = GroupMeeting(PrefixStore(f"rail{rail}", store), crew, 0, 5.0, "making a rail")
+        meeting = GroupMeeting(PrefixStore(f"rail{rail}", store), crew, 0, 5.0, "making a rail")
         with pytest.raises(dist.ResourceError, match=r"rank 3 \(.*no port is free"):
-            heard.hear("terms")
+            meeting.receive("terms")

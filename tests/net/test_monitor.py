@@ -185,7 +185,7 @@ def test_a_death_is_passed_on_to_ranks_that_cannot_see_it() -> None:
             texts.append(str(found))
             network.monitors[rank].fail(found)
             network.controls[rank].close()
-        assert max(map(len, texts)) < 200, "each passes on what it heard, without wrapping it up"
+        assert max(map(len, texts)) < 200, "each forwards the notice that it received, without wrapping it up"
 
 
 def test_an_abort_is_passed_on_unchanged() -> None:
@@ -212,7 +212,7 @@ def test_a_rank_that_is_leaving_may_still_leave_or_fail(network: Network) -> Non
     network.monitors[1].leave()
     network.monitors[2].fail(AbortedError("not in order"))
     assert "not in order" in str(network.decide(0))
-    assert network.controls[0].heard[1].state == LEFT
+    assert network.controls[0].received[1].state == LEFT
 
 
 def test_a_broken_data_connection_is_a_death_without_a_notice(network: Network) -> None:
@@ -232,7 +232,7 @@ def test_the_first_failure_stays(network: Network) -> None:
     network.kill(2)
     assert network.decide(0) is first
     network.controls[1].look(again=True)
-    assert network.controls[1].heard[0].text == "first"
+    assert network.controls[1].received[0].text == "first"
 
 
 def test_a_notice_may_arrive_in_parts(network: Network) -> None:
@@ -309,7 +309,7 @@ def test_a_visible_process_that_left_before_it_ended(
     monitor = NetMonitor(members, 0, control)
     assert monitor.decide([], "testing") is None
     process.communicate(b"\n")
-    control.heard[1] = Notice(LEFT, 1)
+    control.received[1] = Notice(LEFT, 1)
     assert monitor.decide([], "testing") is None
     assert isinstance(monitor.decide([1], "testing"), AbortedError)
 

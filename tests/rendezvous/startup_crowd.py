@@ -40,7 +40,7 @@ class Tally:
     """The counts of the clients of one process, or of all.
 
     Attributes:
-        messages: requests by operation, "OPEN" for openings, "TOLD" for published names of missing ranks.
+        messages: requests by operation, "OPEN" for openings, "MISSING" for published names of missing ranks.
         joined: the ranks that have a default group.
         errors: error texts and their numbers.
     """
@@ -70,8 +70,8 @@ class _CountedConnection(tcp_store.TCPConnection):
 
     def ask(self, request: StoreRequest, deadline: float) -> Any:
         with _tally_lock:
-            told = request.op == Op.SET and request.keys[0].endswith(b"/missing")
-            _tally.messages["TOLD" if told else Op(request.op).name] += 1
+            names_missing = request.op == Op.SET and request.keys[0].endswith(b"/missing")
+            _tally.messages["MISSING" if names_missing else Op(request.op).name] += 1
         return super().ask(request, deadline)
 
 
@@ -99,9 +99,9 @@ def _meet(store: Store, name: str, members: Sequence[Member], rank: int, timeout
     address = f"10.{node // 65536}.{node // 256 % 256}.{node % 256}"
     with GroupMeeting(store, members, rank, timeout, "meeting") as meeting:
         if rank == 0:
-            meeting.say("terms", b"x" * 128)
+            meeting.publish("terms", b"x" * 128)
         else:
-            meeting.hear("terms")
+            meeting.receive("terms")
         meeting.assemble([["eth0"], [address], [30_000 + (rank * 31) % 30_000]])
 
 
@@ -186,7 +186,7 @@ def measure(size: int, processes: int = 4) -> Tally:
             pipes[-1].recv()
         _ask(pipes, "start")
         total = Tally()
-        for part in _ask(pipes, "tell"):
+        for part in _ask(pipes, "report"):
             total.merge(part)
         _ask(pipes, "leave")
     if total.errors:
@@ -207,7 +207,7 @@ def _worker(crew: ExitStack, work: Callable[..., None], *arguments: object) -> C
     return mine
 
 
-def _ask(pipes: Sequence[Connection], word: object) -> list[Any]:
+def _ask(pipes: Sequence[Connection], command: object) -> list[Any]:
     for pipe in pipes:
-        pipe.send(word)
+        pipe.send(command)
     return [pipe.recv() for pipe in pipes]

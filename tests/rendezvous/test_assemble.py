@@ -23,7 +23,7 @@ from fastcoll.rendezvous.assemble import FAILED, MET, MOVED, Ending, GroupMeetin
 from fastcoll.store import HashStore, Store
 from fastcoll.system.processes import Member
 
-TOLD = [
+PUBLISHED = [
     UsageError("no eth9"),
     UnavailableError("no MPI"),
     ResourceError("no port"),
@@ -108,18 +108,18 @@ def test_without_place_0_that_member_is_named_as_missing() -> None:
     ):
         assemble(store, crew(2), 1, 1, 0.3, "testing")
     with HashStore() as store, pytest.raises(StoreTimeoutError, match=r"rank 0 \(.*\) did not come"):
-        meetings(store, 2, 0.3)[1].hear("terms")
+        meetings(store, 2, 0.3)[1].receive("terms")
 
 
 @pytest.mark.parametrize("have_met", [False, True])
-@pytest.mark.parametrize("error", TOLD)
+@pytest.mark.parametrize("error", PUBLISHED)
 def test_the_others_raise_a_published_error(error: Exception, have_met: bool) -> None:
     with HashStore() as store:
         first, second = meetings(store, 2)
         if have_met:
             assert Ending(store, "group").decide(MET, b"all")
         second.look()
-        first.tell(error)
+        first.publish_error(error)
         second._looked = 0.0
         with pytest.raises(type(error)) as caught:
             second.look()
@@ -128,13 +128,13 @@ def test_the_others_raise_a_published_error(error: Exception, have_met: bool) ->
     assert getattr(caught.value, "ranks", ()) == getattr(error, "ranks", ())
 
 
-def test_hear_why_raises_a_published_failure() -> None:
+def test_raise_published_raises_a_published_failure() -> None:
     with HashStore() as store:
         first, second = meetings(store, 2, 0.05)
-        second.hear_why()  # no rank has published an error
-        first.tell(ResourceError("no port"))
+        second.raise_published()  # no rank has published an error
+        first.publish_error(ResourceError("no port"))
         with pytest.raises(ResourceError, match=r"^rank 0 \(.*\): no port"):
-            second.hear_why()
+            second.raise_published()
 
 
 def test_ctrl_c_is_published_too() -> None:
@@ -149,13 +149,13 @@ def test_ctrl_c_is_published_too() -> None:
 def test_errors_that_all_detect_or_that_another_member_published_are_not_published() -> None:
     with HashStore() as store:
         first, second = meetings(store, 2)
-        first.tell(CollectiveTimeoutError("late", [1]))
+        first.publish_error(CollectiveTimeoutError("late", [1]))
         second.look()
         second._looked = 0.0
-        first.tell(UsageError("of the first"))
+        first.publish_error(UsageError("of the first"))
         with pytest.raises(UsageError) as caught, second:
             second.look()
-        second.tell(UsageError(f"again: {caught.value}"))
+        second.publish_error(UsageError(f"again: {caught.value}"))
         with pytest.raises(UsageError, match=r"\): of the first"):
             first.look()
 
@@ -175,7 +175,7 @@ def test_a_failure_with_a_lost_store_is_not_published() -> None:
     store = HashStore()
     first, _ = meetings(store, 2)
     store.close()
-    first.tell(UsageError("nobody hears"))
+    first.publish_error(UsageError("nobody reads this"))
 
 
 @pytest.mark.parametrize(

@@ -285,8 +285,8 @@ def test_the_error_for_missing_ranks_names_hosts_with_another_secret(monkeypatch
         with pytest.raises(StoreError, match="another secret"):
             TCPStore("127.0.0.1", store.port)
         until(serving.turned_away)  # the server's thread has seen it
-        told = r"missing: 1 \(turned away: from 127.0.0.1: it refused .* secret differs.* FASTCOLL_SECRET"
-        with pytest.raises(StoreTimeoutError, match=told):
+        text = r"missing: 1 \(turned away: from 127.0.0.1: it refused .* secret differs.* FASTCOLL_SECRET"
+        with pytest.raises(StoreTimeoutError, match=text):
             join(store, 0, 2, "tcp", 0.3)
     assert not serving.turned_away()
     config.forget()

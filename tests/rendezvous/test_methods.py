@@ -97,8 +97,8 @@ def test_ranks_meet_at_an_address(
     port = str(free_port())
     ranks = []
     for mine, variables in zip(words or [[]] * len(environ), environ, strict=True):
-        said = {name: str(value) for name, value in variables.items()} | {"MASTER_PORT": port}
-        ranks.append(processes.start(MEET, *(str(word).replace("PORT", port) for word in mine), **said))
+        given = {name: str(value) for name, value in variables.items()} | {"MASTER_PORT": port}
+        ranks.append(processes.start(MEET, *(str(word).replace("PORT", port) for word in mine), **given))
     assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "TCPStore")
 
 
@@ -201,17 +201,17 @@ def test_missing_arguments_of_a_method_are_named(url: str, rank: int, world_size
 def handlers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Register a handler for mine://; record its arguments, and when it is closed."""
     monkeypatch.setattr("fastcoll.rendezvous.init_method._handlers", {})
-    said: list[str] = []
+    calls: list[str] = []
 
     def find(url: str, timeout: timedelta) -> Iterator[tuple[HashStore, int, int]]:
-        said.append(f"{url} {timeout}")
+        calls.append(f"{url} {timeout}")
         query = dict(parse_qsl(urlsplit(url).query))
         with HashStore() as store:
             yield store, int(query.get("rank", 0)), int(query.get("world_size", 1))
-        said.append("closed")
+        calls.append("closed")
 
     register_rendezvous_handler("mine", find)
-    return said
+    return calls
 
 
 def test_a_users_handler_finds_the_others(handlers: list[str]) -> None:
@@ -429,24 +429,24 @@ def test_multicast_ignores_strangers(processes) -> None:
 def test_multicast_names_the_processes_that_came(
     group: str, in_threads, clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hearers, both_heard = set[str](), threading.Event()
+    receivers, both_received = set[str](), threading.Event()
 
-    class Hearing(multicast.Election):
+    class Recording(multicast.Election):
         def record(self, announcement: Announcement, now: float) -> None:
             super().record(announcement, now)
             if announcement.nonce != self.nonce:
-                hearers.add(self.nonce)
-            if len(hearers) == 2:
-                both_heard.set()
+                receivers.add(self.nonce)
+            if len(receivers) == 2:
+                both_received.set()
 
     def call() -> None:
         meet(group, -1, 3, 600)
 
     def end() -> None:
-        assert both_heard.wait(50)
+        assert both_received.wait(50)
         clock.ahead += 1000
 
-    monkeypatch.setattr(multicast, "Election", Hearing)
+    monkeypatch.setattr(multicast, "Election", Recording)
     monkeypatch.setattr(multicast, "FRESH_SECONDS", 2000)
     for error in in_threads(call, call, end)[:2]:
         assert isinstance(error, StoreTimeoutError)
@@ -499,14 +499,14 @@ def test_multicast_one_too_many_is_left_over(in_threads, clock) -> None:
 
 def test_multicast_a_killed_candidate_is_named(group: str, processes) -> None:
     ranks = [processes.start(MEET, group, -1, 3) for _ in range(2)]
-    heard: set[int] = set()
+    announced: set[int] = set()
     with member_of(group) as socket_:
         # The second candidate has announced itself while the first one listened.
         for data in socket_.receive(60.0, MAX_DATAGRAM):
             announcement = Announcement.unseal(data, job_secret())
             assert announcement is not None
-            heard.add(announcement.pid)
-            if len(heard) == 2:
+            announced.add(announcement.pid)
+            if len(announced) == 2:
                 break
     killed = announcement.pid
     survivor = next(rank for rank in ranks if rank.pid != killed)

@@ -39,7 +39,7 @@ def test_the_model_sends_what_real_ranks_send(processes) -> None:
     joined, messages = json.loads(processes.outputs([processes.start(MEASURE, Path(__file__).parents[1])])[0])
     model = Simulation(12, costs()).run().messages
     assert joined == 12
-    looks = Counter({op: messages.get(op, 0) - model[op] for op in ("GET", "PEEK", "TOLD")})
+    looks = Counter({op: messages.get(op, 0) - model[op] for op in ("GET", "PEEK", "MISSING")})
     assert all(count >= 0 for count in looks.values())
     assert Counter(messages) - looks == model - Counter(PEEK=model["PEEK"])
 

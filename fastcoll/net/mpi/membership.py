@@ -236,7 +236,7 @@ class MpiControl(Control):
         self.peers = {peer for peer in range(comm.size) if peer != comm.rank}
         self._sent: list[Any] = []
 
-    def say(self, notice: Notice) -> None:
+    def send(self, notice: Notice) -> None:
         """Send a notice to all peers. MPI copies such a short message, so its memory need not be kept."""
         data = [notice.to_bytes(), self._library.MPI.BYTE]
         with self._lock, self._library.lock:
@@ -247,7 +247,7 @@ class MpiControl(Control):
         self.look(again=True)
         with self._library.lock:
             self._sent = [request for request in self._sent if not request.Test()]
-        over = {peer for peer, notice in self.heard.items() if notice.state != LEAVING}
+        over = {peer for peer, notice in self.received.items() if notice.state != LEAVING}
         return not self._sent and over >= self.peers
 
     def close(self) -> None:
@@ -263,6 +263,6 @@ class MpiControl(Control):
                 status, data = MPI.Status(), bytearray(NOTICE_SIZE)
                 message.Recv([data, MPI.BYTE], status)
                 try:
-                    self._hear(status.Get_source(), Notice.from_bytes(bytes(data), self._comm.size))
+                    self._receive(status.Get_source(), Notice.from_bytes(bytes(data), self._comm.size))
                 except NoticeError as error:
                     _log.warning("cannot read a notice of group rank %d: %s", status.Get_source(), error)
