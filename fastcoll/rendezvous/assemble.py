@@ -114,9 +114,10 @@ class Meeting:
         self.timeout, self.began = timeout, began or time.monotonic()
         self._late_warning = LateWarning()
         self._end, self._late = Ending(store, name), Ending(store, f"{name}/late")
+        # The places whose contributions this member has still to read, in order.
         self._sought: dict[int, None] = dict.fromkeys(range(size) if place == 0 else [0])
         self._published_missing = ""
-        self._is_over = False  # another member has published a failure
+        self._is_over = False  # this member has read a failure or cancellation of the meeting
         self._looked = time.monotonic()
 
     def learned(self, place: int, value: bytes) -> None:

@@ -83,8 +83,8 @@ class Notice:
 
 
 logger = logging.getLogger("fastcoll")
-_LOOK_AGAIN_SECONDS = 0.002
-_NOTICES_AT_ONCE = 4
+_LOOK_AGAIN_SECONDS = 0.002  # `look` reads at most once in this time
+_NOTICES_AT_ONCE = 4  # how many times `look` polls the connections
 
 
 class Control:
@@ -102,8 +102,10 @@ class Control:
         self.peers: set[int] = set()
         self._size = size
         self._lock = threading.RLock()
+        # True while a `look` is reading, which a signal handler that also calls `look` may have interrupted.
         self._looking = False
         self._looked = 0.0
+        # Descriptor -> peer, socket, and the received part of an incomplete notice.
         self._links: dict[int, tuple[int, socket.socket, bytearray]] = {}
         self._poller = select.poll()
         self._notices: list[bytes] = []  # those that `send` has sent; `add` sends them on a new connection

@@ -185,7 +185,7 @@ class Arrival(ProcessId):
     def claim(self, asked: dict[int, Arrival]) -> None:
         """Enter this process into `asked` under the rank that it requests; UsageError: another process requests it."""
         if self.rank != -1 and (other := asked.setdefault(self.rank, self)) is not self:
-            raise _claimed_twice(self.rank, other.where, self.where, ", or none of them any")
+            raise _claimed_twice(self.rank, other.where, self.where, ", or give a rank to none of them")
 
     def check_same_world(self, mine: Arrival) -> None:
         """Raise UsageError if this process has another world size than `mine`."""

@@ -3,7 +3,7 @@
 Each survivor connects to the member with the lowest rank that it does not know to be dead; if it is that member itself,
 it serves the store. The server waits until each member has come or is dead, and then writes the list of survivors into
 the store. The server alone decides, so all survivors read the same list. If the server dies, the next survivor serves a
-store, and all others connect to that.
+store, and the others connect to this one.
 
 The server publishes its port at its recovery endpoint (core/backend.py), where the other members look for it. While the
 survivors make a new group, another rank may fail: then some survivors have made the new group, and others have only the

@@ -234,7 +234,7 @@ def _make(path: Path) -> None:
     try:
         os.fchmod(fd, 0o600)  # the umask may have removed bits of the mode above
         if why := _openness(os.fstat(fd)):  # on a file system without owners or modes
-            raise PermissionError(errno.EPERM, f"of what is made there, {why}")
+            raise PermissionError(errno.EPERM, f"a file made there is not private: {why}")
         os.write(fd, secrets.token_hex(32).encode() + b"\n")
         os.fsync(fd)
         with suppress(FileExistsError):

@@ -331,8 +331,8 @@ class TCPConnection:
             if error.result is OpeningResult.PLACE:
                 why = (
                     "has another address: a mapped port, a tunnel or a stranger forwards connections to it. The "
-                    f"secret, {source()}, opens all of your jobs, so it does not tell which one this is; give this job "
-                    "one of its own: on every rank the same FASTCOLL_SECRET or FASTCOLL_SECRET_FILE"
+                    f"secret, {source()}, opens all of your jobs and so does not identify this one; give this job one "
+                    "of its own: on every rank the same FASTCOLL_SECRET or FASTCOLL_SECRET_FILE"
                 )
             raise StoreError(f"the store at {self._where} {why}") from error
         except OpeningError as error:

@@ -142,7 +142,8 @@ def test_no_file_is_created_in_another_users_home(monkeypatch: pytest.MonkeyPatc
     (tmp_path / "home").chmod(0o1777)  # as in a folder like /tmp, in which all users may write
     secret._own.cache_clear()
     with pytest.raises(
-        UsageError, match=rf"config/fastcoll/secret \(of what is made there, it belongs to user {me}"
+        UsageError,
+        match=rf"config/fastcoll/secret \(a file made there is not private: it belongs to user {me}",
     ):
         secret.job_secret()
 
