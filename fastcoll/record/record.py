@@ -122,7 +122,7 @@ class Waiting(NamedTuple):
     """A thread's wait, of at least 50 ms.
 
     Attributes:
-        number: the number of the call that waits; 0: a message waits.
+        number: the number of the call that waits; 0: the thread waits in a send or receive.
         doing: the operation, as in error texts.
         since: the start of the wait, in ns since 1970.
         ranks: the global ranks for which it waits; only the first WAIT_RANKS are listed.

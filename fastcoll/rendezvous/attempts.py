@@ -102,7 +102,7 @@ class Attempts:
         return self._keys.compare_set(f"outcome/{attempt}", b"", outcome)
 
     def decide_next(self, outcome: bytes) -> bytes:
-        """End the first attempt that has not ended with this outcome, and return the outcome.
+        """Write `outcome` as the end of the first attempt that has not ended, and return it.
 
         If an earlier attempt has ended with the same outcome, write nothing, and return that outcome. If the ranks have
         met, write nothing, and return MADE or ELSEWHERE.

@@ -49,9 +49,9 @@ _CONNECT_SECONDS = 2.0
 # can read the reason in the store.
 _GIVING_WAY_SECONDS = 2.0
 _FAILED_SECONDS = 0.5
-_LEAVE_COPIES = 3
-_HOPS = 8
-_FLOOD = 10_000
+_LEAVE_COPIES = 3  # an important announcement is sent this many times, because datagrams may be lost
+_HOPS = 8  # the TTL of datagrams
+_FLOOD = 10_000  # `receive` ends after this many datagrams
 _IPV4_OPTIONS = socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.IP_MULTICAST_LOOP, socket.IP_MULTICAST_TTL
 _IPV6_OPTIONS = (
     socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_IF, socket.IPV6_MULTICAST_LOOP, socket.IPV6_MULTICAST_HOPS,
@@ -366,7 +366,7 @@ class MulticastSocket:
             raise refused
 
     def _join(self, interface: int) -> None:
-        """Join the group and send on one interface; 0: the interface of the route to the group."""
+        """Join the group on an interface, and open a socket that sends there; 0: that of the route to the group."""
         group, number = socket.inet_pton(self._family, self._address), struct.pack("@i", interface)
         sender = socket.socket(self._family, socket.SOCK_DGRAM)
         try:

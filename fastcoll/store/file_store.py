@@ -6,9 +6,9 @@ store removes the file. A process that opens a file whose participants are all d
 The file has a magic line, then 8 bytes with the offset of the first valid record, then the records. A record is a
 12-byte header and one request that changes the store, as a frame (frames.py). The header has, big-endian, the CRC-32 of
 the frame, the length of the frame, a flag (1: the request changes the list of participants, 0: it changes keys), and
-three zeros. The checksum also covers the flag. Records are only appended. A killed writer leaves at most one incomplete
-record, at the end of the file, because it held the lock and so no other process was writing. The next process that
-takes the lock removes the incomplete record.
+three zero bytes. The checksum also covers the flag. Records are only appended. A killed writer leaves at most one
+incomplete record, at the end of the file, because it held the lock and so no other process was writing. The next
+process that takes the lock removes the incomplete record.
 
 When most of the log is obsolete, a writer compacts it: it appends the current state as new records, sets the offset to
 the first of them, and frees the disk blocks of all records before that one (it punches a hole). If the writer is killed
@@ -107,12 +107,14 @@ class FileStore(TableStore):
             with self._mutex:
                 if self._closed:
                     raise closed_meanwhile(self)
+                # Do not take the file's lock if since the last look no process has written to the file, and no other
+                # thread of this process has read the missing keys into the table.
                 if (
                     missing is not None
                     and not log.has_news()
                     and log.table.first_missing(request) is not None
                 ):
-                    continue  # neither another process nor another thread wrote, so do not take the lock
+                    continue
                 with log.transaction(limit_of(self)):
                     if log.table.first_missing(request) is None:
                         return log.apply(request)
@@ -351,7 +353,8 @@ def read_records(data: bytes, offset: int = 0) -> Iterator[tuple[StoreRequest, b
 def open_own(path: str) -> int:
     """Open the regular file `path`, or create it with mode 0600; return its descriptor.
 
-    UsageError: it is not a regular file of this user that only this user may write. ResourceError: it cannot be opened.
+    UsageError: it is not a regular file, belongs to another user, or may be written by others. ResourceError: it cannot
+    be opened.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:

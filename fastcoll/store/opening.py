@@ -180,7 +180,7 @@ class Opening(NamedTuple):
         return found._replace(kind=ConnectionKind(found.kind), has_secret=bool(found.has_secret))
 
     def answer(self, endpoint: Endpoint, result: OpeningResult) -> Opening:
-        """Return the opening with which the rank of `endpoint` answers."""
+        """Return the opening with which the rank of `endpoint` answers this opening."""
         return Opening.of(endpoint, Role.ANSWERS, self.kind, self.stream, self.rank, result)
 
 

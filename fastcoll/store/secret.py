@@ -97,8 +97,8 @@ def check_unpickling(doing: str) -> None:
     Unpickling runs code that the data chooses, and without a secret any process may have joined the job and sent it.
 
     Args:
-        doing: the refused action, as the first half of the error's sentence; the second half refers to the processes
-            that `doing` names as "they".
+        doing: the refused action, with which the error begins: "NAME unpickles data of the other ranks". It must name
+            the other processes, because the error continues with "they".
 
     Raises:
         UnavailableError: the job has no secret, because of FASTCOLL_INSECURE=1.
@@ -200,7 +200,7 @@ def _read_own(path: Path) -> _Secret:
 
 
 def _openness(state: os.stat_result) -> str:
-    """Return why the file is not accessible to this user alone; empty if it is."""
+    """Return why a file is not private to this user; empty if it is private."""
     if not stat.S_ISREG(state.st_mode):
         return "it is no file"
     if state.st_uid != os.geteuid():

@@ -21,8 +21,8 @@ from ..system.forks import at_fork
 
 logger = logging.getLogger("fastcoll")
 
-# Connections that are accepted in a row. The number is large, because while the accept queue is full, the kernel drops
-# new connections.
+# At most this many connections are accepted in a row. The number is large, because while the accept queue is full, the
+# kernel drops new connections.
 _ACCEPTS_AT_ONCE = 1024
 _MOST_HOSTS = 256  # hosts whose dropped connections are remembered
 _LISTED = 4  # hosts that an error text names
@@ -33,7 +33,7 @@ _OUT_OF_SOMETHING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class SocketServer(ABC):
     """A server: listening sockets, which it owns, and a daemon thread `name`, which serves their connections.
 
-    Only this thread calls the methods below, except `close` and `close_inherited`.
+    Of the methods below, other threads call only `close` and `close_inherited`.
 
     Attributes:
         key: the key by which `acquire` finds this server; None: `acquire` never finds it.
@@ -42,7 +42,7 @@ class SocketServer(ABC):
 
     def __init__(self, name: str, sockets: Sequence[socket.socket], key: Hashable) -> None:
         self.key = key
-        self.blamed: dict[str, str] = {}  # host -> why its first connection was dropped
+        self.blamed: dict[str, str] = {}  # host -> why a connection from it was dropped for the first time
         self.selector = selectors.DefaultSelector()
         self._sockets = list(sockets)
         self._paused_until: float | None = None
@@ -98,7 +98,7 @@ class SocketServer(ABC):
         self._paused_until = time.monotonic() + _PAUSE_SECONDS
 
     def close(self, linger: float = 0.0) -> None:
-        """Stop when all clients have disconnected, or after `linger` seconds. Closing twice is fine."""
+        """Stop when all clients have disconnected, at the latest after `linger` seconds. Closing twice is fine."""
         self._stop_at = time.monotonic() + linger
         with contextlib.suppress(OSError):  # the thread may have ended already
             self._wake_write.send(b"x")

@@ -12,11 +12,11 @@ the server has answered its opening tries again. After the answer the peer regar
 does not try again, although its process may be stopped or starved. So it has at least the store's timeout to send its
 proof, and then to send each request.
 
-Limits of numbers: at most MOST_OPENINGS peers have an opening without an answer, and at most MOST_OPENINGS peers have
-an answer and have not sent their proof. Each of these costs one descriptor and at most 112 bytes. Beyond either limit
-the oldest peer is dropped. When no descriptor is left, a new connection replaces the oldest peer without an answer. If
-there is none, it replaces the peer that was answered first and has not sent its proof, but only OPENING_SECONDS or more
-after that answer.
+Limits of numbers: at most MOST_OPENINGS peers are without an answer to their opening, and at most MOST_OPENINGS peers
+have an answer and have not sent their proof. Each of these costs one descriptor and at most 112 bytes. Beyond either
+limit the oldest peer is dropped. When no descriptor is left, a new connection replaces the oldest peer without an
+answer. If there is none, it replaces the peer that was answered first and has not sent its proof, but only
+OPENING_SECONDS or more after that answer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ FRAME_SECONDS = 60.0
 
 @dataclass(slots=True)
 class _Peer:
-    """One connection: its state, its unread bytes, and its request if that waits for keys."""
+    """One connection: its state, its unread bytes, and its request while the request waits for keys."""
 
     steps: Generator[None, None, None]  # StoreServer._converse
     answering: Answering
@@ -63,7 +63,7 @@ class _Peer:
     waiting: StoreRequest | None = None  # the request, while a key of it is missing
     missing: bytes = b""  # the missing key under which the peer is parked
     place: int = 0  # index of `missing` among the keys of the request
-    will: StoreRequest | None = None  # Op.WILL
+    will: StoreRequest | None = None  # the peer's last WILL request (table.Op)
 
     def take(self, count: int) -> bytes:
         data = bytes(self.buffer[:count])

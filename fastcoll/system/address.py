@@ -173,9 +173,9 @@ def name_of(host: str, port: int) -> bytes:
 
 
 def _digest(host: str, port: int, size: int) -> bytes:
-    """Hash host and port; for loopback addresses also the network namespace.
+    """Hash host and port; for loopback addresses and 0.0.0.0 also the network namespace.
 
-    Without the namespace all machines would have the same digest, because their loopback addresses are equal.
+    Without the namespace all machines would have the same digest, because these addresses are equal on all machines.
     """
     ip = ip_of(host)
     is_own = is_loopback(host) or (ip is not None and ip.is_unspecified)
@@ -195,7 +195,7 @@ def _bindable(host: str) -> str:
 
 
 def own_address(towards: str | None = None) -> str:
-    """Return the local address of the route to `towards` (None: to the network), or loopback."""
+    """Return the local address of the route to `towards` (None: to the network), or loopback if there is no route."""
     for target in (towards,) if towards is not None else _ELSEWHERE:
         family = socket.AF_INET6 if ":" in target else socket.AF_INET
         try:
