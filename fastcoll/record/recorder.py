@@ -95,7 +95,7 @@ class _File:
     def block(self, nbytes: int) -> tuple[int, int]:
         """Add a block; return its address and its offset in the file.
 
-        If the file cannot grow, the block is private memory, and the offset is 0.
+        If there is no file, or it cannot grow, the block is private memory, and the offset is 0.
         """
         offset, self.end = self.end, self.end + nbytes
         try:
