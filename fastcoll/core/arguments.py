@@ -1,4 +1,4 @@
-"""Functions that import and check the array arguments of collectives, for all checks of more than a line."""
+"""Functions that import and check the array arguments of collectives; group.py has the checks of a single line."""
 
 from __future__ import annotations
 
@@ -44,8 +44,13 @@ def on_root(
 ) -> tuple[Sequence[ImportedArray], tuple[Any, ...]]:
     """Import the argument that only the root gives: a list of arrays, or one array of equal blocks.
 
+    Args:
+        given: the argument.
+        own: the array that every rank gives, imported; each block must have its size and dtype.
+        what: the argument's name; with the end "_list" it must be a list.
+
     Returns:
-        The imported arrays, and one array for each rank. Both are empty on other ranks.
+        On the root, the imported arrays, and one block for each rank; on other ranks, two empty sequences.
     """
     is_list = what.endswith("_list")
     if group.rank != root:
@@ -68,7 +73,7 @@ def on_root(
 
 
 def of_one_dtype(group: Caller, tensors: Any, *, writable: bool, what: str) -> list[ImportedArray]:
-    """Import a list of at least one array, all of one dtype."""
+    """Import a list of arrays, which must have the same dtype and must not be empty."""
     if not isinstance(tensors, Sequence):
         raise UsageError(f"{what} is of type {type(tensors).__name__}; give a list of arrays")
     if not tensors:
@@ -81,7 +86,11 @@ def of_one_dtype(group: Caller, tensors: Any, *, writable: bool, what: str) -> l
 def gathered_lists(
     group: Caller, output_lists: Any, xs: Sequence[ImportedArray], given: str, taken: str
 ) -> list[ImportedArray]:
-    """Import `output_lists`, which has one list for each array of `xs`, with one array for each rank."""
+    """Import `output_lists`: for each array of `xs`, a list of one output for each rank.
+
+    Args:
+        given, taken: the names of the arguments that have `xs` and `output_lists`, for error texts.
+    """
     if not isinstance(output_lists, Sequence) or len(output_lists) != len(xs):
         raise UsageError(
             f"{taken} must be a list of {len(xs)} lists of arrays, one for each array of {given}"

@@ -1,8 +1,9 @@
 """The interfaces that carry out a group's operations: Backend for host arrays, DeviceCarrier for arrays on GPUs.
 
 All members of a group make its backend together. The backend and the group share one gate (gate.py), which decides
-which thread may run a call. Collectives use only `plan` and `fast` of a backend. The engine (p2p/) carries out
-messages, and the monitor (monitor.py) keeps the states of the peers. DeviceCarriers are in fastcoll/gpu/.
+which thread may run a call. The group carries out collectives by the backend's methods `plan` and `fast` only. The
+backend's engine (p2p/) carries out messages, and its monitor (monitor.py) keeps the states of the peers. DeviceCarriers
+are in fastcoll/gpu/.
 """
 
 from __future__ import annotations
@@ -71,14 +72,14 @@ class HostMessages(Messages, Protocol):
     def is_entered(self) -> bool:
         """Whether messages cannot progress while the calling thread waits for them.
 
-        This is so if it is the progress thread, or runs a signal handler that has interrupted a call.
+        This is so if the calling thread is the progress thread, or runs a signal handler that has interrupted a call.
         """
 
     def poll(self) -> None:
         """Progress messages as far as possible without waiting."""
 
     def is_in_vain(self, work: Any) -> bool:
-        """Whether a posted operation needs a message that no live rank can send."""
+        """Whether a posted receive (`work`) has matched no message, and no live peer can send one."""
 
     def abort(self) -> None:
         """End the operations under way, because the group has failed. Any thread may call it; does not wait."""
@@ -122,7 +123,7 @@ class SymmetricMemory(ABC):
     def copy(self, dst: Array, src: Array) -> None:
         """Copy src to dst, without waiting for peers.
 
-        Both are C-contiguous, have the same dtype and size, and do not overlap.
+        Both must be C-contiguous, have the same dtype and size, and not overlap.
 
         Raises:
             GroupError: the group has failed.
@@ -141,7 +142,7 @@ class SymmetricMemory(ABC):
         """Receive one signal of group rank `rank`; block until there is one.
 
         Args:
-            timeout: seconds; None for the group's own.
+            timeout: seconds; None for the group's timeout.
 
         Raises:
             GroupError: the peer died, left, or sent no signal in time. The group has then failed, as after a collective
@@ -159,7 +160,7 @@ class SymmetricMemory(ABC):
 class RecoveryEndpoint(ABC):
     """Lets the members of a failed group find one another: a member publishes where it serves a key-value store.
 
-    Ranks are group ranks. The endpoint works until the group is closed, even after the group has failed.
+    Ranks are group ranks. The endpoint also works after the group has failed, until the group is closed.
     """
 
     host: str
@@ -187,7 +188,9 @@ def memory_of(x: Array) -> SymmetricMemory | None:
 
 
 class NativeCalls(ABC):
-    """The native calls of a group: C functions (kernels/c_entries.py) that compiled callers use without Python.
+    """The native calls of a group: C functions (kernels/c_entries.py) that compiled code calls without Python.
+
+    A *compiled caller* is code that calls them: a function compiled by Numba, or a program of JAX.
 
     Attributes:
         context: a handle, the first argument of the native calls of collectives.
@@ -204,8 +207,8 @@ class NativeCalls(ABC):
         """Return the address of an operation's native call, or 0 if it has none.
 
         Args:
-            call: the number that the caller will pass to the native call for this dtype and reduction. The native call
-                accepts it once `open` has returned.
+            call: the number by which the compiled caller will name this dtype and reduction to the native call. The
+                native call accepts the number once `open` has returned.
         """
 
     @abstractmethod
@@ -224,10 +227,10 @@ class NativeCalls(ABC):
 
     @abstractmethod
     def take_over(self) -> None:
-        """Have the engine (p2p/engine.py) continue compiled callers' requests that were posted and not yet waited for.
+        """Let the engine (p2p/engine.py) continue compiled callers' requests that were posted and not yet waited for.
 
-        Afterwards p2p/handles.py has a Work for the number of each request. Blocks while another thread moves this
-        rank's messages.
+        Afterwards p2p/handles.py has a Work for the number of each such request. This method blocks while another
+        thread moves this rank's messages.
         """
 
     @abstractmethod
@@ -268,7 +271,7 @@ class Backend(ABC):
         operation's arrays until the call returns.
 
         Args:
-            timeout: seconds for this call; None for the group's own.
+            timeout: seconds for this call; None for the group's timeout.
 
         Raises:
             UsageError, ArrayError: this backend cannot carry out the operation. The caller of `plan` informs the peers.
@@ -285,7 +288,7 @@ class Backend(ABC):
         """Set the timeout of calls and messages that begin from now on."""
         self.gate.timeout = self.messages.timeout = seconds
 
-    def learn(self, dtype: np.dtype[Any]) -> None:  # noqa: B027 - most have no need
+    def learn(self, dtype: np.dtype[Any]) -> None:  # noqa: B027 - most backends have no such table
         """Add a dtype to the table that the backend's compiled functions for messages use, if they have one."""
 
     def symmetric_memory(self, group: Any, nbytes: int, label: str) -> SymmetricMemory:
@@ -314,7 +317,7 @@ class Backend(ABC):
             "the job, or use another backend"
         )
 
-    def begin_at_once(self) -> None:  # noqa: B027 - most have none
+    def begin_at_once(self) -> None:  # noqa: B027 - most backends do nothing here
         """Let asynchronous operations begin on their callers' threads if the progress threads have no free cores.
 
         Called for programs that compute while operations are under way. The progress thread still does all work that
@@ -322,19 +325,22 @@ class Backend(ABC):
         """
 
     def fail(self, error: GroupError) -> None:
-        """Fail the group with an error, and publish it, unless the group has failed already. Any thread may call it."""
+        """Fail the group with an error and publish the error, if the group has not failed before.
+
+        Any thread may call this.
+        """
         self.monitor.fail(error)
         self.messages.abort()
 
     def interrupted(self, error: BaseException, doing: str) -> None:
-        """Fail the group, because an exception has ended this rank's part of a call that the peers continue."""
+        """Fail the group, because an exception has ended this rank's part of a call while the peers continue theirs."""
         if not isinstance(error, GroupError):
             here, rank = self.monitor.name(self.gate.rank), self.gate.ranks[self.gate.rank]
             why = f": {error}" if isinstance(error, ResourceError) else ""
             error = AbortedError(f"{here} was interrupted by {type(error).__name__} in {doing}{why}", [rank])
         self.fail(error)
 
-    def stop(self) -> None:  # noqa: B027 - most have nothing to do
+    def stop(self) -> None:  # noqa: B027 - most backends do nothing here
         """End calls under way, because the group has failed (`gate.failure`). Any thread may call it; does not wait."""
 
     @abstractmethod
@@ -355,7 +361,9 @@ class StreamCall(ABC):
 
     @abstractmethod
     def start(self, name: str, owners: Sequence[ImportedArray]) -> Work:
-        """Queue the work after all work on the arrays' streams, then `finish` the owners. Does not wait for a GPU.
+        """Queue the work after all work on the arrays' streams, then call `finish` of all `owners`.
+
+        Does not wait for a GPU.
 
         `wait` of the Work does not block the host: it makes the current stream of the arrays' library wait.
         `is_completed` queries the GPU.
@@ -391,7 +399,7 @@ class DeviceCarrier(ABC):
 
         Raises:
             ArrayError: the array cannot be used, or is read-only although the call writes.
-            UnavailableError: a package of an optional dependency group ("extra") is not installed.
+            UnavailableError: an optional package that is needed for the array is not installed.
         """
 
     @property

@@ -2,7 +2,7 @@
 
 The *engine*, the backend's compiled function that carries out the call, returns early with AGAIN if it could not
 progress for 50 ms, and with WORKED if it has moved data for that long. Python then checks signals, the deadline and the
-peers, and calls the engine again. A call that is complete earlier never gets here.
+peers, and calls the engine again. For a call that is complete earlier, Python does none of this.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CallWait:
         self._wait: Wait | None = None
 
     def look(self, code: int = AGAIN) -> None:
-        """Raise GroupError if the call cannot be completed; if not, the caller calls the engine again."""
+        """Raise GroupError if the call cannot be completed; else return, so that the engine is called again."""
         if self._wait is None:
             self._wait = self._begin()
         self._wait.look() if code == AGAIN else self._wait.worked()
@@ -33,7 +33,7 @@ class CallWait:
     def resume(self, code: int, again: Callable[[], int]) -> int:
         """Call the engine, by `again`, until it returns neither AGAIN nor WORKED; return that status.
 
-        `code` is what it has returned before.
+        `code` is the status that the engine has returned before.
         """
         while code in (AGAIN, WORKED):
             self.look(code)
@@ -45,12 +45,12 @@ class Collective:
     """The call in progress of one backend.
 
     Args:
-        gate: the group's.
-        monitor: the group's.
+        gate: the group's gate.
+        monitor: the group's monitor.
         head: returns the number of the call in progress, and this rank's call word and shape (core/signature.py). A
             call word of 0 means that this rank has not published them.
         late: returns the group ranks that the call waits for.
-        gather: does an all_gather among all ranks. It is called after all ranks have found the same mismatch.
+        gather: does an all_gather among all ranks. It is called only after all ranks have found the same mismatch.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Collective:
         """Return the wait of the call that begins now.
 
         Args:
-            timeout: seconds; None for the group's.
+            timeout: seconds; None for the group's timeout.
         """
         limit = self._gate.timeout if timeout is None else timeout
         return CallWait(lambda: Wait(self._monitor, self.doing(), self._late, limit))
@@ -88,9 +88,9 @@ class Collective:
         also: str = "",
         notes: Sequence[str] | None = None,
     ) -> MismatchError:
-        """Return the error for call `number`, in which ranks differ.
+        """Return the error for call `number`, in which the ranks' calls differ.
 
-        Collective: all ranks call this, since it may gather. The arguments are those of `signature.difference`.
+        All ranks must call this, since it may do an all_gather. The arguments are those of `signature.difference`.
         """
         gate, gather = self._gate, self._gather
         return dump.after(signature.difference(heads, gate, number, gather, sizes, also=also, notes=notes))

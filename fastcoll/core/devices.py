@@ -36,7 +36,7 @@ class Devices:
         """Return the carrier; make it on the first call.
 
         Raises:
-            OnDeviceError, UsageError: the group cannot use GPUs. The error is `refused` if that is given.
+            OnDeviceError, UsageError: the group cannot use GPUs. If `refused` is given, it is the error.
         """
         with self._making:
             if self.carrier is None:

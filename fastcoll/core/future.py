@@ -47,7 +47,7 @@ class Future(Generic[T]):
         """Wait until the future is done, then return its result or raise its exception.
 
         Args:
-            timeout: seconds or timedelta to wait here; None: until the operation or call has ended by itself.
+            timeout: the longest wait, in seconds or as a timedelta; None: until the operation or call has ended.
 
         Raises:
             TimeoutError: the future is not done after `timeout`; the operation or call goes on.
@@ -122,7 +122,10 @@ class Future(Generic[T]):
         return following
 
     def add_done_callback(self: F, callback: Callable[[F], Any]) -> None:
-        """Call `callback` with this future when it is done, or now if it is; print an exception of `callback`."""
+        """Call `callback` with this future when it is done, or now if it is done already.
+
+        If `callback` raises an exception, the exception is printed.
+        """
         self._callbacks.append(callback)
         if self._is_done:
             self._run_callbacks()
@@ -192,12 +195,12 @@ def until_done(future: Callbacks) -> Generator[Any, None, None]:
 def anew(error: E) -> E:
     """Return a copy of an exception, so that the copy can be raised and the original kept.
 
-    An exception that has been raised refers to the frames that it has passed through, and so keeps the arguments of
+    If the original were raised, it would refer to the frames that it passes through, and so keep the arguments of these
     calls alive.
     """
     try:
         copied = copy.copy(error)
-    except Exception:  # the constructor of its class takes other arguments than those in `args`
+    except Exception:  # the exception's class has a constructor that does not take the exception's `args`
         return error.with_traceback(None)
     copied.__cause__ = error.__cause__
     return copied

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 
 class Status:
-    """Sender, tag and size of a message. A receive or a probe fills it; before, all fields are -1.
+    """Sender, tag and size of a message. All fields are -1 until a receive or a probe fills them.
 
-    A `Status` that is given to `recv` or `irecv` is filled when the receive is complete, unless the receive failed. A
-    receive with a `Status` also accepts a message that is shorter than its array.
+    A receive fills its `Status` when it is complete; a receive that fails does not. A receive with a `Status` also
+    accepts a message that is shorter than its array.
 
     Attributes:
         source: the sender's global rank, or its rank in the group if a method of a group was called.
         tag: the message's tag.
         count: the message's number of elements, in the sender's dtype. After a probe it is -1 if the dtype is not
-            numeric, because the header does not have the itemsize.
-        nbytes: the message's number of bytes; -1 if a probe has found an array on a GPU that NCCL sends.
+            numeric, because the message's header does not have the itemsize of such a dtype.
+        nbytes: the message's number of bytes. After a probe it is -1 if NCCL sends the message from a GPU.
     """
 
     __slots__ = ("count", "nbytes", "source", "tag")

@@ -1,9 +1,9 @@
 """The monitor of a group's peers: whether they live, and when a call that waits for them must fail.
 
 A *kernel*, the compiled function that carries out an operation, returns within 100 ms if it cannot progress. Then
-`Wait.look` either raises, or returns so that the kernel is called again. `Wait.look` raises for a peer's failure only
-after it has seen the evidence twice, with one more call of the kernel in between: data that a peer published before it
-left or died is valid, and may be all that the kernel needs.
+`Wait.look` either raises an error, or returns so that the kernel is called again. If a peer has died, left or failed,
+`Wait.look` raises only after it has found this twice, with one more call of the kernel in between. The reason: data
+that a peer published before it left or died is valid, and may be all that the kernel needs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..record.recorder import GroupRecorder
 from ..system.processes import Member
 
 _log = logging.getLogger("fastcoll")
-# The states of a rank; it is IN_ORDER until it publishes another one. A rank that is LEAVING starts no operation, but
-# still receives messages.
+# The states of a rank. A rank is IN_ORDER until it publishes another state. A rank that is LEAVING starts no more
+# operations, but still receives messages.
 IN_ORDER, LEFT, FAILED, LEAVING = range(4)
 _MOST_CHARACTERS = 300  # of an exception's text
 
@@ -87,9 +87,9 @@ class Monitor(ABC):
         """Return the reason that a rank has published: why it FAILED the group, or why it left."""
 
     def _blamed(self, rank: int) -> tuple[Sequence[int], bool]:
-        """Return the global ranks that a FAILED rank blames, and whether they were late.
+        """Return the global ranks that a FAILED rank blames, and whether it blames them for being late.
 
-        If there are none, the FAILED rank itself is blamed.
+        If it blames no ranks, the caller blames the FAILED rank itself.
         """
         return (), False
 
@@ -141,7 +141,7 @@ class Monitor(ABC):
         return self._leaving if rank == self.rank else self._states()[rank] == LEAVING
 
     def decide(self, needed: Sequence[int], doing: str) -> GroupError | None:
-        """Return the error if waiting for the group ranks `needed` is hopeless, else None."""
+        """Return an error if an operation that waits for the group ranks `needed` can never complete, else None."""
         if self.failure is not None:
             return self.failure
         states = self._states()
@@ -168,8 +168,8 @@ class Monitor(ABC):
 
         Args:
             blamed: global ranks that the peer blames.
-            late: the peer's call has timed out waiting for the blamed ranks. Then this rank's error is a timeout too,
-                unless this rank itself is blamed.
+            late: whether the peer's call has timed out while it waited for the blamed ranks. If so, this rank's error
+                is a timeout as well, except if this rank is one of the blamed ranks.
         """
         text = f"{self.name(rank)} failed the group: {reason}; {doing}"
         waits = late and self.members[self.rank].rank not in blamed
@@ -178,7 +178,7 @@ class Monitor(ABC):
 
 
 class Wait:
-    """One blocked operation: its deadline, its warning in the log, and the check whether it is hopeless.
+    """One blocked operation: its deadline, its warning in the log, and the check whether it can still complete.
 
     Args:
         doing: the call, for error texts: "all_reduce(float32, 4 elements, op=SUM), call 12".
@@ -208,7 +208,7 @@ class Wait:
         self.hint: Callable[[], str] = str
 
     def look(self) -> None:
-        """Raise GroupError if the operation is hopeless, else return, so that the kernel is called again."""
+        """Raise GroupError if the operation can never complete; else return, so that the kernel is called again."""
         late = self._late()
         if self._monitor.record is not None and not self._is_message:
             record = self._monitor.record
@@ -230,12 +230,18 @@ class Wait:
             _log.warning("%s has waited %.0f s for %s%s", self._doing, waited, self._names(late), self.hint())
 
     def over(self) -> None:
-        """Record that a wait outside a call has ended; inside a call, recording the end of the call is enough."""
+        """Record that a wait outside a collective call has ended.
+
+        A wait inside a call needs no record of its own end, since the end of the call is recorded.
+        """
         if self._monitor.record is not None:
             self._monitor.record.waits_no_more(0)
 
     def worked(self) -> None:
-        """Check an operation that is slow but progresses: raise only if the group has failed or the time is over."""
+        """Raise an error if the group has failed or the timeout is over.
+
+        Called instead of `look` for an operation that has made progress, so the peers are not checked.
+        """
         self._seen = False
         if self._monitor.failure is not None:
             raise self._monitor.failure.with_traceback(None)

@@ -1,6 +1,6 @@
-"""Checks of a call's arguments: numbers, arrays that must fit together, and their division among ranks.
+"""Checks of a call's arguments: numbers, arrays that must fit together, and the division of arrays among ranks.
 
-These are pure functions on imported arrays. They run before the call is published, so no data moves if they refuse it.
+These are pure functions. They run before the call is published, so no data moves if they refuse the call.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from .reduce_op import AVG, PREMUL_SUM, ReduceOp
 from .work import Timeout, seconds
 
 Array = NDArray[Any]
-_FEW = 6  # up to 6 arrays are compared in pairs (0.2 us a pair), because reading an address takes 0.8 us
-_MOST_WORK = 10_000  # candidates that NumPy may try to find out whether two strided arrays share memory
+# Up to 6 arrays are compared in pairs (0.2 us a pair). More are sorted by address; to read an address takes 0.8 us.
+_FEW = 6
+_MOST_WORK = 10_000  # `max_work` of numpy.shares_memory: candidates that it may try for two strided arrays
 
 LARGEST_TAG = (1 << 31) - 1
 ANY_TAG = -1
@@ -36,7 +37,7 @@ OBJECTS_TAG = LARGEST_TAG + 3
 belong to gpu/nccl/messages.py."""
 
 JAX_TAGS = 1 << 32
-"""Added to the tags of messages of fastcoll.jax, so that they and those of Python never match."""
+"""Added to the tags of fastcoll.jax's messages, so that none of them matches a receive posted from Python."""
 
 _NUMBERS = frozenset(map(np.dtype, "?bBhHiIlLqQefdFD"))
 
@@ -63,7 +64,7 @@ def wholes(name: str, values: Any) -> list[int]:
 
 
 def refuses(error: BaseException, integers: Sequence[Any]) -> bool:
-    """Whether a compiled function raised the error because one of its arguments `integers` is no 64-bit integer."""
+    """Whether a compiled function raised `error` because one of its arguments `integers` is no 64-bit integer."""
     if not isinstance(error, TypeError | OverflowError):
         return False
     try:
@@ -73,7 +74,7 @@ def refuses(error: BaseException, integers: Sequence[Any]) -> bool:
 
 
 def check_unused(pg_options: Any, device_id: Any) -> None:
-    """Refuse any `pg_options`, and a `device_id` other than an index, "cpu", "cuda:0" and the like."""
+    """Refuse any `pg_options`, and any `device_id` except None, an index, and a name such as "cpu" or "cuda:0"."""
     if pg_options is not None:
         raise UnavailableError(f"pg_options is {pg_options!r}, but no backend here has options; leave it out")
     if device_id is None or (
@@ -105,14 +106,14 @@ def checked_tag(tag: Any) -> int:
 
 
 def checked_receive_tag(tag: Any) -> int:
-    """Return a receive's tag: a valid tag, or ANY_TAG."""
+    """Return a receive's tag, which may also be ANY_TAG, or raise UsageError."""
     return ANY_TAG if _integer_tag(tag) == ANY_TAG else checked_tag(tag)
 
 
 def wildcard_of(tag: int) -> int:
-    """Return the wildcard tag whose receives accept messages with `tag`.
+    """Return the wildcard tag with which a receive accepts messages that have `tag`.
 
-    Messages of objects, and control messages of arrays on GPUs, have no wildcard; for them, return the tag itself.
+    No wildcard accepts messages of objects, or control messages of arrays on GPUs; for them, return the tag itself.
     """
     if tag <= LARGEST_TAG:
         return ANY_TAG
@@ -158,9 +159,9 @@ def is_message(tensor: Any, peer: Any, tag: Any, size: int) -> bool:
 
 
 def scaled(x: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:
-    """Return the array and op to reduce: for PREMUL_SUM a scaled copy and SUM, else the arguments.
+    """Return the array and op to reduce with: for PREMUL_SUM a scaled copy and SUM, else both arguments unchanged.
 
-    Arrays on GPUs are returned unchanged, since the DeviceCarrier scales them.
+    An array on a GPU is returned unchanged also for PREMUL_SUM, since the DeviceCarrier scales it.
     """
     if not isinstance(op, ReduceOp):
         raise UsageError(f"op is {op!r}; give a fastcoll.ReduceOp, e.g. ReduceOp.SUM")
@@ -189,10 +190,10 @@ def arrays_of(items: Sequence[ImportedArray]) -> tuple[Array, ...]:
 
 
 def apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> tuple[Array, ...]:
-    """Return the inputs, and copies of those that share memory with an output.
+    """Return the inputs, with a copy instead of each input that shares memory with an output.
 
-    The input and the output of rank `own` may be the same memory; a single input or output is that rank's. Arrays on a
-    GPU are never copied.
+    The input and the output of rank `own` may be the same memory. Index k of `inputs` or `outs` belongs to rank k; if
+    there is only one, it belongs to rank `own`. If an array is on a GPU, no array is copied.
     """
     if any(type(x) is not np.ndarray for x in (*inputs, *outs)):
         return tuple(inputs)
@@ -211,7 +212,7 @@ def apart(inputs: Sequence[Array], outs: Sequence[Array], own: int = -1) -> tupl
 
 
 def distinct(items: Sequence[ImportedArray]) -> list[ImportedArray]:
-    """Return each array once, in order. Callers may list an array twice if both items would get the same result."""
+    """Return each array once, in order, for calls that may list an array twice because both get the same result."""
     first: dict[tuple[Any, ...], ImportedArray] = {}
     for k, item in enumerate(items):
         first.setdefault(_whole_place(item.target, k), item)
@@ -221,10 +222,12 @@ def distinct(items: Sequence[ImportedArray]) -> list[ImportedArray]:
 def check_apart(outs: Sequence[ImportedArray], name: str, each: int = 0, once: bool = False) -> None:
     """Refuse outputs that share memory, since it would be undefined which result stays there.
 
-    For a packed copy, the array to which it is copied back is checked. Strided arrays on GPUs are not checked.
+    If an output is a packed copy of the caller's array, the caller's array is checked. Strided arrays on GPUs are not
+    checked.
 
     Args:
-        each: the length of each list if `name` is a list of lists.
+        name: the argument's name, for the error text.
+        each: the length of each inner list if the argument is a list of lists.
         once: whether the same array may be listed several times, as in `distinct`.
     """
     on_host = all(type(out.target) is np.ndarray for out in outs)
@@ -232,7 +235,7 @@ def check_apart(outs: Sequence[ImportedArray], name: str, each: int = 0, once: b
     if on_host and len(outs) <= _FEW and not any(starmap(np.may_share_memory, pairs)):
         return
     spans = sorted((*_extent(out.target), k) for k, out in enumerate(outs))
-    open_ones: list[tuple[int, int]] = []  # (end, index) of arrays that end after the start of the next one
+    open_ones: list[tuple[int, int]] = []  # (end, index) of earlier arrays that end after this one's start
     for low, high, k in spans:
         if low == high:
             continue
@@ -249,7 +252,10 @@ def check_apart(outs: Sequence[ImportedArray], name: str, each: int = 0, once: b
 
 
 def _extent(x: Any) -> tuple[int, int]:
-    """Return the first address of an array and the address after its end; two equal numbers if they are not known."""
+    """Return the first address of an array and the address after its end.
+
+    The two are equal if the array is empty or its address is not known.
+    """
     if isinstance(x, np.ndarray):
         if x.size == 0:
             return 0, 0
@@ -261,7 +267,10 @@ def _extent(x: Any) -> tuple[int, int]:
 
 
 def _whole_place(x: Any, index: int) -> tuple[Any, ...]:
-    """Return a key that is equal for arrays of the same elements in the same order; `index` for an empty array."""
+    """Return a key that is equal for arrays with the same memory in the same order.
+
+    The key of an empty array is its `index`, which no other array has.
+    """
     if x.size == 0:
         return (index,)
     if not isinstance(x, np.ndarray):
@@ -339,7 +348,10 @@ def parts_along_rows(name: str, x: Array, splits: Sequence[int] | None, n: int) 
 
 
 def sum_for(op: ReduceOp) -> ReduceOp:
-    """Return the op for partial results that are reduced again: for AVG it is SUM, followed by `divide`."""
+    """Return the op for partial results that are reduced again.
+
+    For AVG it is SUM; the caller then calls `divide` on the final sum.
+    """
     return ReduceOp.SUM if op.code == AVG else op
 
 

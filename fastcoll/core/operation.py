@@ -4,10 +4,10 @@ An operation has a *kind*, such as "all_reduce". The kind's form (operations.py)
 scan every rank has a result; in a reduce only the root has one. Only the root of a gather has outputs, and only the
 root of a scatter has inputs.
 
-Arrays are contiguous ndarrays, or DeviceArrays (on a GPU). Inputs and outputs in host memory share memory only if the
-form says so, or if a rank's own block is its own output. Arrays on GPUs may overlap in any way. `parts` are further
-numbers in which all ranks must agree, such as the sizes of the arrays of a coalesced call, which is one call on a list
-of arrays.
+Arrays are contiguous ndarrays, or DeviceArrays (on a GPU). An input and an output in host memory share memory only if
+they are the same array by the kind's form, or if both are the block that a rank sends to itself. Arrays on GPUs may
+overlap in any way. `parts` are further numbers in which all ranks must agree. For example, those of a coalesced call
+(one call on a list of arrays) are the sizes of its arrays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from .operands import scaled
 from .reduce_op import ReduceOp
 
 Call = Callable[[], Any]
-"""Carries out an operation. Blocks; raises GroupError or MismatchError, after which the outputs are undefined."""
+"""A function that carries out an operation. It blocks. If it raises GroupError or MismatchError, the outputs are
+undefined."""
 
 
 class Operation(NamedTuple):

@@ -1,9 +1,9 @@
-"""The kinds of collective operations, in one table, from which all other lists of kinds in the package are made.
+"""The table of the kinds of collective operations, from which all other lists of kinds in the package are made.
 
 A kind's *form* determines which arrays its Operation (operation.py) has:
 
     form              outputs                       inputs
-    WORD              -                             -      no operation: only a call word that ranks compare
+    WORD              -                             -      no operation, only a call word (signature.py)
     NO_ARRAY          -                             -
     IN_PLACE          the array                     the same array
     ONE_TO_ONE        the result                    the array, which may be the output
@@ -11,16 +11,17 @@ A kind's *form* determines which arrays its Operation (operation.py) has:
     ONE_TO_BLOCKS     a block for each rank         the array
     BLOCKS_TO_BLOCKS  a block for each rank         a block for each rank
     LIST_IN_PLACE     the arrays                    the same arrays
-    LIST_TO_BLOCKS    array k of rank r at          the arrays
-                      k * size + r
+    LIST_TO_BLOCKS    for each array, a block for   the arrays
+                      each rank: that of array k
+                      and rank r is outputs[k * size + r]
 
-If a kind has a root, only the root has the blocks, or the result if there are no blocks. Ranks must agree in kind and
-dtype, in the reduction if the kind reduces, and in the root if it has one. Unless the kind is uneven, they must also
-agree in the number of bytes that each rank contributes.
+In a gather or scatter only the root has the blocks; in a reduce only the root has the result. In a broadcast every rank
+has the array. Ranks must agree in kind and dtype, in the reduction if the kind reduces, and in the root if it has one.
+If the kind is not uneven, every rank must contribute the same number of bytes.
 
-The position of a kind in the table is its number in call words (signature.py) and failpoints, so the order must not
-change. *Compositions*, kinds that are carried out by calls of another kind, are at the end. They have no number, since
-ranks compare the calls that carry them out.
+The position of a kind in the table is its number in call words and failpoints, so the order must not change.
+*Compositions* are kinds that are carried out by calls of another kind. They are at the end of the table and have no
+number, since ranks compare the calls that carry them out.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ KINDS = {
 }
 
 OPERATIONS = [name for name, kind in KINDS.items() if not kind.made_of]
-"""The kinds that have a number, in the order of these."""
+"""The kinds that have a number; a kind's number is its index here."""
 
 NATIVE = frozenset(name for name, kind in KINDS.items() if kind.form != WORD and not kind.made_of)
 """The kinds that every backend carries out natively."""
@@ -120,11 +121,11 @@ METHODS = {
     if kind.form != WORD and name != "refused"  # users cannot call "refused"
     for method in ((name, f"{name}_single") if kind.has_blocks else (name,))
 }
-"""ProcessGroup's methods of collective operations, and their kinds; `_single`: all blocks are one array."""
+"""The kind of each ProcessGroup method for a collective. A method `..._single` takes all blocks as one array."""
 
 
 def call(group: Any, method: str, out: Any, given: Any, root: Any, op: Any) -> Any:
-    """Call one of a group's METHODS with those arguments that its kind takes.
+    """Call one of a group's METHODS, with only those arguments that its kind takes.
 
     Args:
         out: the output, or the list of output blocks; for a kind without blocks, the array.

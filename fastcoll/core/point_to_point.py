@@ -1,4 +1,4 @@
-"""The message methods of a group: they check the arguments, and pass the message to the backend or DeviceCarrier.
+"""The methods of a group for messages. They check the arguments, and pass the message to the backend or DeviceCarrier.
 
 Messages do not use the gate (gate.py), since they are independent of the group's collective calls.
 """
@@ -24,8 +24,8 @@ class PointToPoint:
     """The messages of one group. Ranks are group ranks.
 
     Args:
-        checked_rank: the method of the group.
-        import_array: the method of the group.
+        checked_rank: the group's method of this name.
+        import_array: the group's method of this name.
         device_messages: returns the Messages object for arrays on GPUs.
     """
 
@@ -105,7 +105,7 @@ class PointToPoint:
         return self._gate.unobserved.note(self._messages.irecv(x, src, tag, status))
 
     def send_objects(self, data: Array, dst: int) -> None:
-        """Send contiguous bytes or sizes of objects. Only `recv_objects` receives them."""
+        """Send an array with the bytes, or the sizes, of pickled objects. Only `recv_objects` receives it."""
         self.send_apart(data, self._checked_rank("dst", dst), OBJECTS_TAG)
 
     def recv_objects(self, data: Array, src: int | None) -> int:

@@ -1,8 +1,8 @@
 """Calls that a backend prepares once and reuses, and the fast methods that carry them out.
 
 Calls with the same `CallKey` share one preparation. A *fast method* replaces a ProcessGroup's method in `group.fast`.
-It makes the key as a plain tuple, which equals a `CallKey` but takes 25 ns instead of 250. If the call has not been
-prepared, or its arrays are not plain (operands.py), it calls the ProcessGroup's method.
+It makes the key as a plain tuple, which equals a `CallKey` but takes 25 ns instead of 250. If the backend does not run
+the call for that key, or the arrays are not plain (operands.py), the fast method calls the ProcessGroup's method.
 """
 
 from __future__ import annotations
@@ -69,13 +69,14 @@ class PreparedCalls(dict[CallKey, _T]):
 # ---- fast methods ------------------------------------------------------------------------------------------
 
 Run = Callable[[Any, tuple[Any, ...]], bool]
-"""Carries out the call that was prepared for a key, on a tuple of plain arrays; returns whether it did.
+"""A function that carries out the call with a key on a tuple of plain arrays, and returns whether it did so.
 
 The tuple has the output, then the input if that is another array; for a call without arrays it is (None,). If the
-result is False, the caller calls the group's method.
+function returns False, the fast method calls the group's method.
 """
 Folds = Callable[[ReduceOp], bool] | None
-"""Whether the backend's result of a reduction is final; None: it is for every reduction."""
+"""A function: whether `Run` completes reductions with this op. (AVG may need a division afterwards.) None: it completes
+all reductions."""
 
 
 def fast_methods(
@@ -85,8 +86,8 @@ def fast_methods(
 
     Args:
         group: the ProcessGroup.
-        kinds: names of kinds (operations.py). For a kind with blocks, the function replaces the method whose blocks are
-            one array (`_single`).
+        kinds: names of kinds (operations.py). For a kind with blocks, the function replaces the method `..._single`,
+            which takes all blocks as one array.
         run: see `Run`.
         folds: see `Folds`.
         variant: the `variant` of the calls' keys.
@@ -200,9 +201,9 @@ def _reduce_scatter(
 
 
 def _are_blocks(x: Any, block: Any, size: int) -> bool:
-    """Whether both arrays are plain, and `x` has a block like `block` for each rank.
+    """Whether both arrays are plain, and `x` consists of a block like `block` for each rank.
 
-    The two may overlap.
+    Overlap is not checked.
     """
     return is_plain(x) and is_plain(block) and x.dtype == block.dtype and x.size == block.size * size > 0
 

@@ -21,13 +21,13 @@ class ReduceOp:
     Predefined: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, LAND, LOR, LXOR. AVG divides the sum by
     the number of ranks (integers: truncated towards zero, as NCCL does). MIN and MAX propagate NaN, as
     `numpy.minimum` does. On bool, SUM and MAX are "or", PRODUCT and MIN are "and", as in NumPy.
-    LAND, LOR and LXOR are MPI's: every element except 0 is true, also NaN. The result of two or more
-    ranks is 0 or 1 in the array's dtype. The result of one rank alone (in a group of one rank, or for
-    rank 0 in a scan) is that rank's array, unchanged.
+    LAND, LOR and LXOR are MPI's: every element except 0 is true, also NaN. If two or more ranks are
+    combined, each element of the result is 0 or 1 in the array's dtype. If only one rank's array is
+    reduced (in a group of one rank, or for rank 0 in a scan), the result is that array, unchanged.
 
     Attributes:
         name: "SUM", ..., "PREMUL_SUM", or a custom function's name.
-        code: a small integer that all ranks agree on (custom: derived from the function's code).
+        code: a small integer that is the same on all ranks; that of a custom function is a checksum of it.
         factor: PREMUL_SUM's scalar, else None.
         function: a custom operation's elementwise `f(a, b)`, else None.
     """
@@ -69,7 +69,7 @@ class ReduceOp:
 
         The function need not be commutative: ranks are combined in the order 0..n-1. It gets and
         returns scalars of the array's dtype (records for structured dtypes). Make the ReduceOp once
-        and keep it, since each new ReduceOp is compiled anew.
+        and keep it, since every ReduceOp is compiled separately.
 
         Raises:
             UsageError: `function` cannot be called with two arguments.
@@ -120,7 +120,10 @@ def _describe_code(code: CodeType) -> str:
 
 
 def _describe_values(values: Iterable[Any]) -> str:
-    """Describe numbers, texts and nested code by value, other objects by type, since their repr may have an address."""
+    """Describe numbers, texts and nested code by value, and other objects by type.
+
+    The repr of other objects may contain an address, which differs between ranks.
+    """
     return " ".join(
         _describe_code(value)
         if isinstance(value, CodeType)

@@ -34,9 +34,9 @@ class Preparing:
 def refuse(gate: Gate, planned: Callable[[Operation], Call], name: str, error: Exception) -> None:
     """Inform the peers that this rank has refused its collective call `name`, without waiting for them.
 
-    The refusal is queued as a call that matches no other call, so the peers' calls raise MismatchError with its text.
-    If all ranks refuse, the refusals match one another. If a signal handler makes the call in the middle of another
-    one, the peers are not informed, since no call of theirs corresponds to it.
+    The refusal is queued as a call of the kind "refused", which matches no other kind, so the peers' calls raise
+    MismatchError with the refusal's text. If all ranks refuse, the refusals match one another. If a signal handler made
+    the refused call in the middle of another call, the peers are not informed, since they make no corresponding call.
     """
     if gate.size == 1 or gate.failure is not None or gate.closed or gate.is_inside():
         return

@@ -10,13 +10,13 @@ from .work import Timeout, Work
 
 
 class Request:
-    """A send or a receive that `start` posts, any number of times.
+    """A send or a receive that can be started any number of times.
 
-    Each start posts one message, which must be complete before the next start. Do not use the array between a start and
-    the message's completion.
+    Each `start` posts it once, and it must be complete before the next start. Do not use the array between a start and
+    the completion.
 
     Args:
-        post: posts a message with the same arguments every time.
+        post: a function that posts the send or receive, with the same arguments every time.
     """
 
     def __init__(self, post: Callable[[], Work]) -> None:
@@ -28,10 +28,10 @@ class Request:
         return f"<Request {'that was not started' if self.work is None else repr(self.work)}>"
 
     def start(self) -> None:
-        """Post the message.
+        """Post the send or receive.
 
         Raises:
-            UsageError: the previous start is not complete.
+            UsageError: the send or receive of the previous start is not complete.
             GroupError: the group has failed.
         """
         self.check_startable()
@@ -50,11 +50,11 @@ class Request:
         return self.work is None or self.work.wait(timeout)
 
     def is_completed(self) -> bool:
-        """Whether no operation is pending (MPI_Test). Never blocks."""
+        """Whether the operation of the last start is complete, or there is none (MPI_Test). Never blocks."""
         return self.work is None or self.work.is_completed()
 
     def result(self, timeout: Timeout = None) -> Any:
-        """Wait, then return the sender's rank; None for a send, and before the first start."""
+        """Wait, then return the sender's rank. Return None for a send, and before the first start."""
         return None if self.work is None else self.work.result(timeout)
 
 

@@ -1,16 +1,16 @@
-"""The signature of a collective call, which ranks compare before data moves, and the error if ranks differ in it.
+"""The signature of a collective call, which ranks compare before data moves, and the error for signatures that differ.
 
 A signature is three words:
 
     call     bits 0-7 operation, 8-15 dtype, 16-31 reduce operation, 32-47 root, 48-60 detail, 61 COALESCED, 62 UNEVEN
-    shape    the number of bytes that a rank contributes; ranks may differ in it if UNEVEN is set
+    shape    the number of bytes that a rank contributes; if UNEVEN is set, ranks may have different shapes
     balance  a hash of the sizes that the rank sends minus a hash of the sizes that it expects; if all sizes match, the
-             sum over all ranks is 0
+             sum of all ranks' balances is 0
 
-All fields but the detail can be decoded, so an error can show what each rank called. The detail is a checksum of values
-that do not fit in the other fields: a dtype that is not in the table `_DTYPES`, and the arrays of a coalesced call (one
-call on a list of arrays). The upper bits of a coalesced call's checksum are in the field that the operation does not
-use: the root's or the reduce operation's.
+All fields except the detail can be decoded, so an error can show what each rank called. The detail is a checksum of
+values that do not fit in the other fields: a dtype that is not in the table `_DTYPES`, and the arrays of a coalesced
+call (one call on a list of arrays). The checksum of a coalesced call has more bits than the detail field. Its upper
+bits are in the root's field if the operation reduces, and else in the reduce operation's field.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def itemsize_of(code: int) -> int:
 
 OBJECT_SIZES = np.dtype([("fastcoll: sizes of objects", np.int64)])
 OBJECT_BYTES = np.dtype([("fastcoll: bytes of objects", np.uint8)])
-"""The dtypes of the arrays that collectives of objects move. No user's array matches them, so a call on arrays and a
-call on objects differ. Error texts speak of objects."""
+"""The dtypes of the arrays that collectives of objects move. No user's array has these dtypes, so the signatures of a
+call on arrays and of a call on objects differ. Error texts show them as "objects"."""
 
 _OBJECTS = {
     dtype_code(dtype) & (_DETAIL << 8 | 0xFF): dtype.itemsize for dtype in (OBJECT_SIZES, OBJECT_BYTES)
@@ -194,9 +194,9 @@ def weigh(src: int, dst: int, nbytes: int) -> int:
 def balance(rank: int, gives: Sequence[int], takes: Sequence[int]) -> int:
     """Return the balance of a rank's sizes, as a signed 64-bit word.
 
-    It is the sum of the hashes of the sizes that the rank sends, minus that sum for the sizes that it expects. The sum
-    of the balances of all ranks is 0 modulo 2**64 if all sizes agree. If sizes differ, it is 0 only in one of 2**64
-    cases.
+    The balance is the sum of the hashes of the sizes that the rank sends, minus the sum of the hashes of the sizes that
+    it expects. If all sizes agree, the balances of all ranks add up to 0 modulo 2**64. If sizes differ, this happens
+    only in one of 2**64 cases.
     """
     given = sum(weigh(rank, peer, n) for peer, n in enumerate(gives) if peer != rank and n >= 0)
     taken = sum(weigh(peer, rank, n) for peer, n in enumerate(takes) if peer != rank and n >= 0)
@@ -204,7 +204,7 @@ def balance(rank: int, gives: Sequence[int], takes: Sequence[int]) -> int:
 
 
 def shape_of(sizes: Sequence[int]) -> int:
-    """Encode sizes, all of which every rank knows, in one number: their sum if all are equal, else a negative hash."""
+    """Encode a list of sizes in one number, by which ranks compare it: the sum of equal sizes, else a negative hash."""
     if len(set(sizes)) == 1:
         return sum(sizes)
     return -1 - (sum(weigh(peer, peer, n) for peer, n in enumerate(sizes)) & (1 << 62) - 1)
@@ -220,10 +220,10 @@ Head = tuple[int, int]
 """The call word and the shape of one rank."""
 
 Gather = Callable[[NDArray[Any], NDArray[Any]], object]
-"""Does an all_gather: every rank's array (second argument) becomes a row of the first argument, on all ranks."""
+"""A function that does an all_gather: on all ranks, each rank's second argument becomes a row of the first argument."""
 
 NOTE_BYTES = 1024
-_MOST_TABLES = 256  # ranks; in larger groups, the tables of sizes are too large to gather for an error
+_MOST_TABLES = 256  # ranks; in larger groups the tables of sizes are too large to gather for an error text
 
 
 def _from_all(own: NDArray[Any], size: int, gather: Gather) -> NDArray[Any]:
@@ -247,7 +247,7 @@ def gather_texts(text: str, size: int, gather: Gather) -> list[str]:
 
 
 def comparable(heads: Sequence[Head]) -> list[Head]:
-    """Return the heads of all ranks, without the shapes if ranks may differ in them."""
+    """Return the heads of all ranks; if ranks may have different shapes, with 0 instead of each shape."""
     uneven = all(call & UNEVEN for call, _ in heads)
     return [(call, 0) for call, _ in heads] if uneven else list(heads)
 
@@ -293,11 +293,11 @@ def describe_mismatch(
     tables: Callable[[], Sequence[Sizes]] = tuple,
     describe: Callable[[Sequence[Sizes], Sequence[int]], str] = describe_sizes,
 ) -> str:
-    """Format the calls of all ranks, or, if they are equal, the sizes that differ.
+    """Format the calls of all ranks; if these are equal, format the sizes that differ instead.
 
     Args:
         heads: the call word and shape of each rank.
-        tables: returns the sizes of all ranks; called on all ranks or on none, since it may gather.
+        tables: returns the sizes of all ranks. It may gather, so either all ranks call it or none.
         describe: formats the differences in what `tables` returns.
     """
     heads = comparable(heads)
@@ -322,16 +322,16 @@ def difference(
 ) -> MismatchError:
     """Make the error for a call in which ranks differ. Collective: all ranks call this with the same heads.
 
-    If some ranks have refused their calls, the error has their reasons, and the calls of the other ranks.
+    If some ranks have refused their calls (refusals.py), the error has their reasons, and the calls of the other ranks.
 
     Args:
         heads: the call word and shape of each rank.
-        gate: the group's; `gate.refusal` is this rank's reason, if it has refused its call.
+        gate: the group's gate; `gate.refusal` is this rank's reason if it has refused its call.
         number: the call's number in the group.
-        sizes: those of this rank.
+        sizes: the sizes of this rank's call.
         describe: formats the differences in the sizes of all ranks.
         also: a text about a difference that the heads do not show.
-        notes: the reasons of all ranks for refusing, if the caller has them; else they are gathered.
+        notes: each rank's reason for refusing its call, if the caller has them; None: this function gathers them.
     """
     size, ranks = gate.size, gate.ranks
 

@@ -1,4 +1,4 @@
-"""The sizes of a call, which the ranks compare: the bytes that each rank sends to and expects from each other rank."""
+"""The sizes of a call, which ranks compare: the bytes that a rank sends to each rank, and expects from each rank."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def sized(kind: str, outputs: Sequence[X], inputs: Sequence[X]) -> Sequence[X]:
 
 
 class Sizes(NamedTuple):
-    """The sizes of one rank's call, which it sends to the others.
+    """The sizes of one rank's call, which the rank sends to all others.
 
     Attributes:
-        shape: bytes that this rank contributes; MIXED if its blocks for the ranks differ in size.
-        gives: the bytes that this rank sends to each rank; zeros if comparing `shape` is enough.
-        takes: the bytes that this rank expects from each rank.
+        shape: bytes that this rank contributes. In a reduce_scatter, MIXED if this rank's blocks differ in size.
+        gives: the bytes that this rank sends to each rank. Zeros if it is enough that ranks compare `shape`.
+        takes: the bytes that this rank expects from each rank. Zeros in the same case.
     """
 
     shape: int

@@ -1,6 +1,6 @@
 """The status codes that compiled code returns to Python, the same for every backend.
 
-Kernels and the synchronous path compare them as plain ints, which are the names below the enum.
+The names below the enum are the same codes as plain ints, which compiled code and the fast functions compare.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from enum import IntEnum
 
 
 class CallStatus(IntEnum):
-    """The status of a compiled call. A call that returns a result, such as the sender's rank, returns it below 0."""
+    """The status of a compiled call. If a call returns a result instead, such as a rank, that is a negative number."""
 
     DONE = 0  # the call is complete
-    AGAIN = 1  # it waited, or another thread wants it to return: check signals, deadlines, peers; call again
-    WORKED = 2  # it worked for a while without waiting: check as for AGAIN, and call again
+    AGAIN = 1  # the call has waited, or another thread wants it to return: check signals, deadlines, peers; call again
+    WORKED = 2  # the call has worked for a while without waiting: check as for AGAIN, and call again
     LATER = 3  # nothing was done: the call needs Python, or another thread's call is under way
     MISMATCH = 4  # the ranks' calls differ; all ranks return this
-    MIXED = 5  # some ranks would read peers' arrays in place, others not: call again, with slots (staging)
+    MIXED = 5  # only some ranks have chosen to read peers' arrays in place: call again, with slots (staging)
     GONE = 6  # the connection to a peer has ended
     GARBLED = 7  # a peer has sent bytes that the protocol does not allow
-    REFUSED = 8  # a message does not fit the receiver's array, whose kind and size are in the last ack
+    REFUSED = 8  # a message does not fit the receiver's array; the last ack has that array's kind and size
     OTHER = 9  # a message has arrived that only the engine (p2p/engine.py) can handle
-    NEEDS_FLUSHER = 10  # a send is complete, and deferred acks need a thread that flushes them
+    NEEDS_FLUSHER = 10  # a send is complete, and acks were deferred, which another thread must flush
     UNREADABLE = 11  # a peer's array, which the call reads in place, cannot be read
     UNMAPPED = 12  # a peer's array is in an arena that is not mapped here yet: map it, then call again
 

@@ -1,8 +1,9 @@
-"""Trees: nested dicts, lists and tuples of arrays as the argument of one call. Also all_gather into new arrays.
+"""Trees (nested dicts, lists and tuples of arrays) as the argument of one call; and all_gather into new arrays.
 
 All ranks use the arrays in the same order: lists and tuples by index, dicts sorted by the keys' types and `repr`.
 None means "no array". The *structure* encodes the nesting, and the dtype and shape of each array. Ranks compare it, so
-different trees raise MismatchError on all ranks. Small arrays are packed together, large ones are sent one by one.
+different trees raise MismatchError on all ranks. Small arrays are packed together, and each large array has a call of
+its own.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Tree(ImportedArray):
 
     Attributes:
         structure: the text that ranks compare.
-        leaves: the arrays in the order that all ranks share; one empty array if the tree has none, since ranks must
-            synchronise.
+        leaves: the arrays, in the same order on all ranks. One empty array if the tree has no arrays, since ranks must
+            make a call to compare their trees.
     """
 
     __slots__ = ("_apart", "_given", "_tree", "leaves", "structure")
@@ -75,8 +76,8 @@ class Tree(ImportedArray):
     def batches(self, kind: Callable[[Any], Any]) -> list[list[ImportedArray]]:
         """Divide the leaves among calls; return the leaves of each call.
 
-        A large leaf that shares no memory with another leaf has its own call. The other leaves share one call for each
-        `kind`.
+        A large leaf that shares no memory with another leaf has its own call. Of the other leaves, those with an equal
+        result of `kind` share a call.
         """
         batches: dict[Any, list[ImportedArray]] = {}
         for index, leaf in enumerate(self.leaves):
@@ -213,7 +214,7 @@ def _run(
 ) -> Any:
     if not tree.on_gpu:
         return group.run(name, tree.in_turn(calls), (tree,), async_op)
-    # A stream runs the calls in order, so the Work of the last one stands for all.
+    # A stream of the GPU runs the calls in order, so the last call's Work is complete when all calls are.
     for call, leaves in zip(calls[:-1], batches, strict=False):
         group.run(name, call, leaves, False)
     return group.run(name, calls[-1], batches[-1], async_op)
