@@ -7,12 +7,14 @@ mapped, whichever process is killed. Its address range is as large as the machin
 only the pages of blocks are allocated. So a peer that has mapped the arena also sees later blocks. The arena exists
 until the process ends, because arrays may outlive every group and may be freed in the interpreter's last moments.
 
-A peer on the node opens the arena as /proc/PID/fd/FD and checks the nonce. It reads these values in the owner's section
-(layout.py, REACH), into which calls copy them from the owner's table at STATE_ADDRESS. The table's words BASE, LIMIT,
-FD and NONCE (kernels/allocator.py) are 0 if there is no arena.
+A peer on the node opens the arena as /proc/PID/fd/FD and checks the nonce. The owner keeps the words BASE, LIMIT, FD
+and NONCE (kernels/allocator.py) in its private table at STATE_ADDRESS; they are 0 if there is no arena. A call on an
+array in the arena copies these words into the owner's section of the segment (layout.py, REACH), where the peers read
+them.
 
 A fork copies the blocks that are in use. Before the fork the parent creates a second arena and copies the blocks into
-it, and the child maps it at the same addresses. So parent and child share no arrays, as with all other memory.
+it, and the child maps this second arena at the addresses of the first. So parent and child share no arrays, as they
+share no other memory.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ _log = logging.getLogger("fastcoll")
 MAGIC = 0x6661737463_04
 _HEADER_BYTES = 16
 _KEEP_BYTES = 256 << 20
-"""Free bytes that stay allocated, at most an eighth of /dev/shm; beyond that, pages are freed with their arrays."""
+"""Pages of freed arrays stay allocated up to this number of bytes, or up to an eighth of /dev/shm if that is less; more
+pages are returned to the system."""
 _LOCK_SECONDS = 1.0  # how long a fork waits for other threads' allocations, which take microseconds
 
 _MREMAP_TO = 3  # MREMAP_MAYMOVE | MREMAP_FIXED
@@ -80,7 +83,7 @@ def descriptor() -> int:
 
 
 def functions() -> tuple[int, tuple[int, ...]]:
-    """Return the parts of a memory handler: STATE_ADDRESS, and addresses of malloc, calloc, realloc and free."""
+    """Return the parts of a NumPy memory handler: STATE_ADDRESS, and addresses of malloc, calloc, realloc and free."""
     return STATE_ADDRESS, a.functions()[:4]
 
 
@@ -134,7 +137,7 @@ def _address_of_function(function: Any) -> int:
 
 
 def _warn_of_full(_: int | None) -> int:
-    """Warn once that the arena has no room. The allocator's C functions schedule this as a pending call of Python."""
+    """Warn once that the arena has no room. The allocator's C functions schedule this call by Py_AddPendingCall."""
     _log.warning(
         "%s is full, so new shared arrays are made in ordinary memory: %d KiB of it are shared arrays, %d KiB are "
         "free, of which a part is reserved for other programs; make it larger (docker: --shm-size=1g)",
@@ -166,9 +169,9 @@ def _new(limit: int) -> tuple[int, int, int]:
 
 
 def withdraw(address: int, nbytes: int) -> None:
-    """Replace part of the arena by private memory with the same content, so that peers' writes no longer reach it.
+    """Replace part of the arena by private memory with the same content, so that this process sees no writes of peers.
 
-    Afterwards this process shares no arrays: new ones are in ordinary memory, and calls treat all arrays as ordinary.
+    Afterwards new arrays are made in ordinary memory, and calls treat all arrays of this process as ordinary ones.
     """
     reach("shm.arena.before_withdraw")
     _state[a.SHUT] = 1
@@ -182,9 +185,9 @@ def withdraw(address: int, nbytes: int) -> None:
 
 
 class Mapping:
-    """A peer's arena, mapped at `address`; a context manager, and closing it twice is fine.
+    """A peer's arena, mapped at `address`. A Mapping is a context manager, and may be closed twice.
 
-    The mapping keeps the memory alive if the peer dies. Memory that the peer frees has undefined content.
+    The mapping keeps the memory alive if the peer dies. The content of memory that the peer has freed is undefined.
     """
 
     def __init__(self, address: int, nbytes: int) -> None:
@@ -208,14 +211,14 @@ def map_peer(pid: int, fd: int, nonce: int, nbytes: int) -> Mapping:
     """Map the complete arena of another process of this node, for reading and writing.
 
     Args:
-        fd, nonce, nbytes: the words FD, NONCE and LIMIT of its table.
+        fd, nonce, nbytes: the words FD, NONCE and LIMIT of that process's table.
 
     Raises:
         ResourceError: the arena cannot be opened or mapped, or the descriptor refers to something else.
     """
     path = f"/proc/{pid}/fd/{fd}"
     try:
-        # The descriptor's number may have been reused by now; opening a pipe would block.
+        # O_NONBLOCK: the peer's descriptor number may by now belong to a pipe, and opening a pipe could block.
         mine = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status, header = os.fstat(mine), os.pread(mine, _HEADER_BYTES, 0)

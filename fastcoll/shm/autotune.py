@@ -1,34 +1,34 @@
 """The tuner: it measures, while the program runs, which algorithm is fastest for a call's data.
 
-The fastest algorithm differs by a factor of ten between machines, sizes and operations, and on virtual machines from
-minute to minute. To read lines that another core has just written takes 0.12 ns a byte if the two cores share a
-last-level cache and 0.45 ns if they do not; to read them after they have moved to the shared cache takes 0.025 ns; and
-through memory, past all caches, 0.06 ns (2 vCPUs of an AMD EPYC, family 25; docs/architecture-shm.md, "Where the data
-lies"). So each rank keeps a row for each operation and class of sizes, with the time of each algorithm. It uses the
-fastest one, and tries the others now and then. A group begins with the times in the machine's tuning cache
-(tuning_table.py).
+Which algorithm is the fastest differs between machines, sizes and operations, and on virtual machines from minute to
+minute; the choice matters by a factor of ten. To read cache lines that another core has just written takes 0.12 ns a
+byte if the two cores share a last-level cache and 0.45 ns if they do not; after the lines have moved to the shared
+cache, to read them takes 0.025 ns; through memory, past all caches, 0.06 ns (2 vCPUs of an AMD EPYC, family 25;
+docs/architecture-shm.md, "Where the data lies"). So each rank keeps a table. It has a row for each operation and class
+of sizes, with the time of each algorithm. The rank uses the fastest algorithm of a row, and tries the others now and
+then. A group begins with the times in the machine's tuning cache (tuning_table.py).
 
-Trying other algorithms costs at most 1 / SHARE of a row's time. After a try an algorithm *backs off*: it is not tried
-until later calls have taken SHARE times the time lost in the try, times the number of algorithms with a time. An
-algorithm that takes more than twice the time of the best backs off for at least LONG calls. But a single such time may
-have another cause, so after the first one the algorithm is tried again after UNSURE calls. In a row without any times,
-every LOOK-th call from call WARM on tries the next algorithm, and the second call after it tries that algorithm again,
-because the first time does not count: with cold caches, pages and clocks any algorithm looks slow (all_gather of 4 MiB
-on 2 CPUs of an AMD EPYC, family 26: DIRECT takes 217 us in a row's second call and 157, 147, 126, 156, 97, 95, 87, 85
-in the next ones).
+To try other algorithms costs at most 1 / SHARE of the time of a row's calls. After a try an algorithm *backs off*: it
+is not tried again until later calls have taken SHARE times the time lost in the try, times the number of algorithms
+whose time is known. An algorithm that takes more than twice the time of the best backs off for at least LONG calls. But
+a single such time may have another cause, so after the first one the algorithm is tried again after UNSURE calls. From
+a row's call WARM on, every LOOK-th call tries an algorithm. If that was the algorithm's first time, the second call
+after it tries the algorithm again, because the first time does not count: with cold caches, pages and clocks any
+algorithm looks slow (all_gather of 4 MiB on 2 CPUs of an AMD EPYC, family 26: DIRECT takes 217 us in a row's second
+call and 157, 147, 126, 156, 97, 95, 87, 85 in the next ones).
 
-Most algorithms concern only how and when a rank copies: the results are the same, and ranks could use different ones.
-But they all use the same one, because they have the same rows: the time of a call is that of its slowest rank, which
-all ranks read in the lines of the next call. (Rows may differ if ranks contribute different sizes.) DIRECT concerns the
-peers as well (single_copy.py), so a call's line has a bit for it. If ranks differ in that bit, all of them repeat the
-call through the slots, and those that chose DIRECT avoid it for a while.
+Most algorithms determine only how and when a rank copies; the results are the same, so ranks could use different ones.
+But all ranks use the same one, because they have the same rows: a row gets the time of a call's slowest rank, which all
+ranks find in the call lines of the next call. (Rows may differ if ranks contribute different sizes.) DIRECT works only
+if all ranks use it (single_copy.py), so a call line has a bit that is set if its rank has chosen DIRECT. If ranks
+differ in that bit, all of them repeat the call through the slots, and those that chose DIRECT avoid it for LONG calls.
 
     word of the table
-    LAG, ALGORITHM         of the current call: rounds that it writes ahead, and its algorithm
+    LAG, ALGORITHM         of the current call: how many rounds a rank writes ahead, and the algorithm
     ROW, NBYTES            of the current call: address of the row that gets its time (0: none), and its size
     STARTED, SPENT         ticks: when the clock was last started (0: it is stopped), and the time up to the last stop
     TOOK                   ticks a MiB of the last call on this rank; 0: not measured
-    LAST_ROW, LAST_ALGORITHM   of the last call, for when TOOK of all ranks is known
+    LAST_ROW, LAST_ALGORITHM   of the last call; used when the TOOK of all ranks is known
     ROWS ...               a row for each operation and class: number of calls, best algorithm, ticks a MiB of each
                            algorithm (0: not known), and for each the number of the call from which it may be tried
 """
@@ -43,9 +43,9 @@ from ..kernels.primitives import load_word, store_word, ticks
 
 LAG, ALGORITHM, ROW, NBYTES, STARTED, SPENT, TOOK, LAST_ROW, LAST_ALGORITHM, ROWS = range(10)
 
-# The algorithms. CLOSE: write a round, read a round. PAST: the same, with stores past the caches. AHEAD: write some
-# rounds ahead, so that data has left its writer's own cache when it is read. ..._OUT: also write the outputs past the
-# caches. DIRECT: no slots, each rank reads the other ranks' arrays.
+# The algorithms. CLOSE: write a round, read a round. PAST: the same, but write the slots past the caches, with
+# non-temporal stores. AHEAD: write some rounds ahead, so that data has left its writer's own cache when it is read.
+# ..._OUT: also write the outputs past the caches. DIRECT: use no slots; each rank reads the other ranks' arrays.
 CLOSE, PAST, AHEAD, AHEAD_OUT, PAST_OUT, DIRECT = range(6)
 ALGORITHMS = 6
 NAMES = "close", "past", "ahead", "ahead_out", "past_out", "direct"
@@ -54,30 +54,31 @@ CALLS, BEST, TIMES = range(3)  # words of a row
 AGAIN = TIMES + ALGORITHMS
 ROW_WORDS = AGAIN + ALGORITHMS
 CLASSES = 8
-SMALLEST = 8 << 10  # bytes; smaller: CLOSE. The classes begin at: 8K, 32K, 128K, 512K, 2M, 8M, 32M, 128M
+# Bytes. Calls with less data use CLOSE. The classes of sizes begin at 8K, 32K, 128K, 512K, 2M, 8M, 32M and 128M.
+SMALLEST = 8 << 10
 LARGE = 8 << 20  # bytes; from here outputs may be larger than the last-level cache
 ROUNDS_AHEAD = 4
-# Bytes. The system call and a second meeting take some 2 us; to copy this much twice takes 3.
+# Bytes. DIRECT needs a system call and a second meeting, which take some 2 us; to copy this much twice takes 3.
 SMALLEST_DIRECT = 32 << 10
 LOOK = 4  # calls between two possible tries
 WARM = 7  # calls of a row before the first try
 SHARE = 50  # tries may take 1 / SHARE of a row's time
 SOON = 64  # an algorithm backs off for at least this number of calls
 UNSURE = 128  # calls until an algorithm that was slow once is tried again
-LONG = 4096  # the same, if it takes more than twice the time of the best
-HOPELESS = 1 << 40  # ticks a MiB
+LONG = 4096  # least number of calls until an algorithm that was slow more than once is tried again
+HOPELESS = 1 << 40  # ticks a MiB: recorded for DIRECT if other ranks do not choose it
 
 
 def table_words(operations: int) -> int:
-    """Number of words of a table for this many operations."""
+    """Return the number of words of a table for this many operations."""
     return ROWS + ROW_WORDS * CLASSES * operations
 
 
 def allowed_algorithms() -> int:
-    """Algorithms that FASTCOLL_SHM_ALGORITHMS names, as bits; all of them if it is not set.
+    """Return the algorithms that FASTCOLL_SHM_ALGORITHMS names, as bits; all algorithms if it is not set.
 
     Raises:
-        UsageError: it names an algorithm that does not exist.
+        UsageError: the variable names an algorithm that does not exist.
     """
     named = [name for name in config.get("FASTCOLL_SHM_ALGORITHMS").split(",") if name] or NAMES
     if unknown := [name for name in named if name not in NAMES]:
@@ -86,7 +87,7 @@ def allowed_algorithms() -> int:
 
 
 def direct_from(algorithms: int) -> int:
-    """Smallest size of a DIRECT call, in bytes; 1 if no other algorithm is allowed."""
+    """Return the smallest size of a DIRECT call, in bytes; 1 if no other algorithm is allowed."""
     if not algorithms >> DIRECT & 1:
         return NEVER
     return SMALLEST_DIRECT if algorithms & ~(1 << DIRECT) else 1
@@ -104,7 +105,10 @@ def _class_of(nbytes):
 
 @inlined
 def staged_algorithms(nbytes, slot, moving):
-    """Algorithms through the slots that a call may use, as bits; `moving`: the call copies data and reduces none."""
+    """Return the algorithms through the slots that a call may use, as bits.
+
+    `moving`: whether the call only copies data, and reduces none.
+    """
     both = 1 << CLOSE | 1 << PAST
     if nbytes <= slot:
         return both
@@ -128,8 +132,8 @@ def choose_none(t):
 def choose(t, operation, nbytes, algorithms, phase):
     """Choose one of `algorithms`, given as bits, for a call, and start the clock.
 
-    `phase` is less than LOOK. A sender and a receiver choose independently; with different phases they never try in the
-    same call.
+    `phase` is the call number modulo LOOK at which algorithms are tried. A sender and a receiver choose independently;
+    with different phases they never try an algorithm in the same call.
     """
     row = _row(t, operation, nbytes)
     number = load_word(row, CALLS)
@@ -154,7 +158,7 @@ def _row(t, operation, nbytes):
 
 @kernel
 def _best_of(row, algorithms):
-    """The fastest of `algorithms` by the times in the row."""
+    """Return the fastest of `algorithms` by the times in the row."""
     best = load_word(row, BEST)
     if algorithms >> best & 1 and load_word(row, TIMES + best) != 0:
         return best
@@ -235,7 +239,10 @@ def measure(t):
 
 @kernel
 def learn(t, took):
-    """Record the time of the last call: `took` ticks a MiB on its slowest rank; 0: it was not measured."""
+    """Record the time of the last call: `took` ticks a MiB on its slowest rank; 0: it was not measured.
+
+    The current call becomes the last call.
+    """
     row = load_word(t, LAST_ROW)
     if row != 0 and took != 0:
         _remember(row, load_word(t, LAST_ALGORITHM), took)
@@ -245,7 +252,7 @@ def learn(t, took):
 
 @inlined
 def give_up(t):
-    """Avoid DIRECT for LONG calls if this rank chose it, because other ranks did not."""
+    """Avoid DIRECT for LONG calls if this rank chose it. Called when some ranks chose DIRECT and others did not."""
     row, algorithm = load_word(t, ROW), load_word(t, ALGORITHM)
     if row and algorithm == DIRECT:
         store_word(row, TIMES + algorithm, HOPELESS)
@@ -255,7 +262,7 @@ def give_up(t):
 
 @inlined
 def conclude(t):
-    """Record the time of a completed operation that concerned only this rank."""
+    """Record the time of a completed send or receive, whose algorithm this rank chose alone."""
     row = load_word(t, ROW)
     if row:
         store_word(row, CALLS, load_word(row, CALLS) + 1)
@@ -266,7 +273,7 @@ def conclude(t):
 
 @inlined
 def best_algorithm(t, operation, nbytes, algorithms):
-    """The fastest of `algorithms` for an operation that is not measured."""
+    """Return the fastest of `algorithms` for an operation that is not measured."""
     return _best_of(_row(t, operation, nbytes), algorithms)
 
 
@@ -274,10 +281,10 @@ def best_algorithm(t, operation, nbytes, algorithms):
 def _remember(row, algorithm, took):
     """Record the time of a call with `algorithm`; update the row's best algorithm, and this algorithm's back-off."""
     before = load_word(row, TIMES + algorithm)
-    if load_word(row, AGAIN + algorithm) == 0:
+    if load_word(row, AGAIN + algorithm) == 0:  # the first time, which does not count
         store_word(row, AGAIN + algorithm, 1)
         return
-    # A shorter time counts at once, a longer one by an eighth: a call is often slowed down by other programs.
+    # A shorter time replaces the recorded one. A longer time, which other programs often cause, counts by an eighth.
     time = took if before == 0 or took < before else before + (min(took, 2 * before) - before) // 8
     store_word(row, TIMES + algorithm, time)
     known = _take_best(row, algorithm)
@@ -289,10 +296,10 @@ def _remember(row, algorithm, took):
 
 @inlined
 def rest_of(before, time, best, known):
-    """Number of calls that an algorithm backs off for after a try.
+    """Return the number of calls for which an algorithm backs off after a try.
 
     Args:
-        before, time: its time before the try (0: none) and after.
+        before, time: the algorithm's recorded time before the try (0: none) and after it.
         best: the time of the best algorithm.
         known: number of algorithms with a time.
     """

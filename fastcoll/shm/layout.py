@@ -3,18 +3,19 @@
     segment  = header | section of rank 0 | section of rank 1 | ...
     section  = control page | slots | outgoing rings, one for each other rank
 
-Header: words that rank 0 writes before other ranks attach, and that nobody writes afterwards:
+Header: words that rank 0 writes before other ranks attach, and that no rank writes afterwards:
     word 0   MAGIC
     word 1   nonce, which proves that two ranks have mapped the same segment
     word 2   number of ranks
-    word 3   ONE_SHOT_LIMIT, rank 0's limit for all ranks (tuning_cache.py)
-    word 4   ALGORITHMS that rank 0's FASTCOLL_SHM_ALGORITHMS allows, as bits, for all ranks (autotune.py)
-If the ranks meet in groups, the header has from COMBINED on two combined lines for each group of GROUP ranks, one for
-even call numbers and one for odd ones. Any rank of the group writes them (rounds.py). A combined line is like a call
-line, but its payload is one word of each rank's payload.
+    word 3   ONE_SHOT_LIMIT, the limit of one-shot reductions that rank 0 has chosen for all ranks (tuning_cache.py)
+    word 4   ALGORITHMS that all ranks may use, as bits, by FASTCOLL_SHM_ALGORITHMS on rank 0 (autotune.py)
+More than FLAT ranks meet in groups of GROUP ranks (rounds.py). Then the header also has two *combined lines* for each
+group, from COMBINED on: one for even call numbers and one for odd ones. Any rank of the group may write them. A
+combined line has the fields of a call line (below), but its payload consists of one word from each rank's payload.
 
 Control page of a section. Only the section's rank writes it. Each item has 128 bytes of its own, two cache lines,
 because the adjacent-line prefetcher makes two neighbours behave as one; but QUOTA and REACH share 128 bytes.
+"(release)" marks a word that the rank writes after the data that it announces, by a store with release semantics.
     LINES      two call lines of 128 bytes, one for even call numbers and one for odd ones:
                word 0 sequence (release), 1 call, 2 shape, 3 balance, 4 time of the last call; then INLINE bytes of
                payload
@@ -44,9 +45,9 @@ PAGE = 4096
 LINE = 128
 
 COMBINED = LINE
-# If there are at most FLAT ranks, each reads all lines; more ranks meet in groups (rounds.py). To read lines that other
-# cores have just written takes 0.15 us for up to 12 lines, 0.23 for 16, 0.53 for 32, 0.80 for 64 (as far apart as
-# sections, best of 20,000, one L3 of an AMD EPYC of family 26). A meeting in groups is two such steps.
+# If there are at most FLAT ranks, each reads the call lines of all; more ranks meet in groups (rounds.py). To read
+# lines that other cores have just written takes 0.15 us for up to 12 lines, 0.23 for 16, 0.53 for 32, 0.80 for 64 (as
+# far apart as sections, best of 20,000, one L3 of an AMD EPYC of family 26). A meeting in groups needs two such steps.
 FLAT = 16
 GROUP = 8  # ranks; a combined line has room for one word of each
 
@@ -87,7 +88,7 @@ class Layout:
 
     @property
     def groups(self) -> int:
-        """Number of groups in which the ranks meet; 0: all ranks read all lines."""
+        """Number of groups in which the ranks meet; 0: all ranks read the lines of all ranks."""
         return -(-self.size // GROUP) if self.size > FLAT else 0
 
     @property
@@ -149,8 +150,8 @@ def plan(size: int, bytes_per_rank: int) -> Layout:
     """Plan a layout for `size` ranks that contribute about `bytes_per_rank` of memory each.
 
     Half is for the slots, three eighths for the rings, the rest for headers. A slot has at most 256 KiB. All slots of a
-    rank together are then twice as large as a large L2, so data has moved to the last-level cache when peers read it
-    (docs/architecture-shm.md).
+    rank together are then twice as large as a large L2 cache, so data has moved to the last-level cache when peers read
+    it (docs/architecture-shm.md).
 
     Raises:
         ResourceError: `bytes_per_rank` is too small for this many ranks.
@@ -168,5 +169,5 @@ def plan(size: int, bytes_per_rank: int) -> Layout:
 
 
 def _power_of_two(n: int) -> int:
-    """The largest power of two that is at most n (0 for n < 1)."""
+    """Return the largest power of two that is at most n; 0 for n < 1."""
     return 1 << n.bit_length() >> 1

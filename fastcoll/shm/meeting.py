@@ -1,4 +1,4 @@
-"""Meeting of a group's members in a new segment, in which they agree on common values."""
+"""The members of a new group meet: they map its segment, and agree on values that must be equal on all of them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _DOING = "making a group in shared memory"
 
 
 class Met(NamedTuple):
-    """Result of a meeting; equal on all members, except for the mapping of the segment."""
+    """Result of a meeting; equal on all members, except for the address at which the segment is mapped."""
 
     segment: Segment
     cores: int  # number of cores that the members may use together
-    share: int  # cores for each rank of the job
+    share: int  # cores for each rank of the job on this node; 0: fewer cores than ranks
     conditions: Conditions
     times: tuple[Times, float]  # earlier measurements under these conditions, see `tuning_table.matching`
     reach: int  # how all members can access one another's memory (reach.py)
@@ -43,7 +43,7 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
     """Create the group's segment on rank 0, map it on all members, and agree on common values; collective.
 
     Args:
-        neighbours: ranks of the job on this node, members or not.
+        neighbours: number of the job's ranks on this node, whether they are members of the group or not.
     """
     name = ""
     with GroupMeeting(store, members, rank, timeout, _DOING) as meeting:
@@ -68,7 +68,7 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
                 try:
                     segment = Segment.attach(name, Layout(**announced))
                 except ResourceError:
-                    if name not in os.listdir(DIRECTORY):  # unlinked by a rank that has seen the meeting fail
+                    if name not in os.listdir(DIRECTORY):  # unlinked by a rank whose meeting failed
                         meeting.raise_published()
                     raise
                 failpoints.reach("shm.meeting.after_attach")
@@ -86,7 +86,8 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
                 segment.close()
                 raise
         except BaseException:
-            # Rank 0 may have died, and with it the store in which it had announced the name.
+            # If rank 0 has died, its segment must be unlinked. This rank may not know the name, because rank 0
+            # announced the name in the store, which may have died with it.
             sweep(
                 member
                 for member in gone_among(members)
@@ -123,10 +124,11 @@ def await_all(
 ) -> None:
     """Wait until `late` returns no rank; meanwhile check for deaths and for failures of the meeting.
 
-    A death is an error only if a rank is still late at the next check, because the dead rank may have completed the
-    step before it died.
+    A death raises an error only if some rank is still late at the next check, because the dead rank may have completed
+    the step before it died.
 
     Args:
+        late: returns the group ranks that have not completed the step.
         do: the step that the ranks must complete, as a verb for error messages.
     """
     next_look, dead = time.monotonic() + _LOOK_SECONDS, list[Member]()

@@ -1,4 +1,4 @@
-"""The collectives of a segment that move data; entries as in reductions.py.
+"""The collectives in a segment that move data without reducing it. Their entries are like those in reductions.py.
 
 In a round, a rank waits for one peer at a time, in an order that differs between ranks, so that ranks copy from
 different slots at the same time.
@@ -42,9 +42,9 @@ def broadcast(handle: Index, tensor: PyObject, src: Index) -> int:
 
 @inlined
 def run_broadcast(h, c, data, nbytes, spec, root):
-    """Run the call; the context is taken.
+    """Run a broadcast; the caller has taken the context.
 
-    Entries and native calls (callers.py) share the functions `run_*`, which need no GIL.
+    The functions `run_*` need no GIL. Entries and the native calls of compiled callers (callers.py) share them.
     """
     call = load_word(spec, v.CALL) | root << signature.ROOT_SHIFT
     r.begin(h, _BROADCAST, nbytes, True, single_copy.kind_of(c, data, nbytes))
@@ -125,7 +125,11 @@ def _own_fits(c):
 
 @inlined
 def _rooted(h, operation, x, holder, root, one, many):
-    """Run a gather or scatter: table `one` gets x as the root's block; on the root, table `many` gets all blocks."""
+    """Run a gather or a scatter.
+
+    Table `one` gets this rank's array x as its block for or from the root. On the root, `holder` has the blocks of all
+    ranks, which go into table `many`; on other ranks it is None.
+    """
     c = r.take(h)
     if c == 0:
         return LATER
@@ -164,7 +168,7 @@ def scatter(handle: Index, output: PyObject, blocks: PyObject, src: Index) -> in
 
 @locked_entry
 def all_to_all(handle: Index, outputs: PyObject, blocks: PyObject, like: PyObject) -> int:
-    """Copy block p of rank r's `blocks` into block r of rank p's `outputs`; `like` is one of the arrays."""
+    """Copy block p of rank r's `blocks` into block r of rank p's `outputs`; `like` is any array of the call's dtype."""
     h = integer(handle)
     c = r.take(h)
     if c == 0:
@@ -184,13 +188,13 @@ def all_to_all(handle: Index, outputs: PyObject, blocks: PyObject, like: PyObjec
 
 @inlined
 def _largest(c):
-    """Bytes of the largest block that this rank sends or receives."""
+    """Return the bytes of the largest block that this rank sends or receives."""
     return max(v.largest_of(c, at.GIVES), v.largest_of(c, at.TAKES))
 
 
 @inlined
 def _piece_of(c, src, dst, step, nbytes, spread, piece):
-    """Address of src's piece for rank dst: in src's call line if the block fits there, else in src's slot."""
+    """Return the address of src's piece for rank dst: in src's call line if the block fits there, else in its slot."""
     index = (dst - src) % load_word(c, at.SIZE) - 1 if spread > 1 else 0
     room = layout.INLINE // max(1, spread) & -8
     return r.payload_of(c, src, step, nbytes, room) + index * (room if nbytes <= room else piece)
@@ -247,7 +251,7 @@ def run_exchange(h, c, operation, spec, root):
             if waited != DONE:
                 return waited
             total = r.rounds_of(load_word(c, at.LARGEST), piece)
-            continue  # there may be more rounds than this rank's own blocks need
+            continue  # the call may have more rounds than this rank's own blocks need
         step = load_word(c, at.READ)
         start = step * piece
         for shift in range(size):

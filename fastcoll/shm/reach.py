@@ -1,12 +1,12 @@
-"""Access of a group's ranks to one another's memory: each rank tests it when the group meets.
+"""The test whether a group's ranks can read one another's memory. Each rank does it when the group meets.
 
 Linux allows process_vm_readv between processes of one user in one pid namespace, unless seccomp (Docker before Linux
-4.8, many sandboxes) or Yama (Ubuntu: only ancestors may) forbids it. Each rank publishes the address of a word in the
-segment, reads the words of all others, and publishes whether the values are right. They are wrong if a pid belongs to
-another process here, as in another pid namespace.
+4.8, many sandboxes) or Yama (Ubuntu: only ancestors may) forbids it. Each rank has a test word in its memory, and
+publishes the word's address in the segment. It then reads the test words of all others, and publishes whether their
+values are right. A value is wrong if the pid of a peer in another pid namespace belongs to another process here.
 
-An arena of shared arrays is mapped through a descriptor of its process. That needs fewer rights: neither seccomp nor
-Yama forbids it.
+To map an arena of shared arrays, a rank opens a descriptor of the owner's process. Neither seccomp nor Yama forbids
+that.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ _read.restype = ctypes.c_ssize_t
 
 
 class Reach:
-    """One rank's part of the test; its word is readable as long as this object exists.
-
-    Keep the object until all ranks have read the word.
-    """
+    """One rank's part of the test. Keep the object until all ranks have read its test word."""
 
     def __init__(self, segment: Segment, members: Sequence[Member], rank: int) -> None:
         self._segment, self._members, self._rank = segment, members, rank
@@ -61,7 +58,7 @@ class Reach:
         segment.reach(rank)[0] = ctypes.addressof(self._word)
 
     def probe(self) -> None:
-        """Read the words of all others, after all ranks have attached, and publish the result."""
+        """Read the test words of all others, and publish the result. Called after all ranks have attached."""
         how, why = TESTED | READS | MAPS if self._wanted else TESTED, ""
         for peer, member in enumerate(self._members if self._wanted else ()):
             try:
@@ -81,13 +78,16 @@ class Reach:
         return [rank for rank in range(len(self._members)) if not self._segment.reach(rank)[1]]
 
     def of_all(self) -> int:
-        """Return how every rank can access every other: READS, MAPS. All ranks must have published their results."""
+        """Return the bits of READS and MAPS that all ranks have published. Called when `unsure` returns no rank."""
         results = (int(self._segment.reach(rank)[1]) for rank in range(len(self._members)))
         return functools.reduce(operator.and_, results)
 
 
 def unreadable(monitor: Monitor, rank: int, doing: str = "") -> AbortedError:
-    """Make the error of a call that cannot read the array of a living group rank; `doing`: the call, if known."""
+    """Make the error of a call that cannot read the array of a group rank that is alive.
+
+    `doing` describes the call; "" if it is not known.
+    """
     return AbortedError(
         f"the array of {monitor.name(rank)} could not be read; it must stay as it is until its call has returned"
         + (f"; {doing}" if doing else ""),
@@ -111,7 +111,7 @@ def descriptors_are_open(pid: int) -> bool:
 
 
 def let_peers_read() -> None:
-    """Allow all processes of this user to read this one's memory where Yama limits that to ancestors."""
+    """Allow all processes of this user to read this process's memory, if Yama allows that to ancestors only."""
     with suppress(OSError), open("/proc/sys/kernel/yama/ptrace_scope") as file:
         if file.read().strip() == "1":
             _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)

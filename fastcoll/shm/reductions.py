@@ -1,12 +1,12 @@
-"""The reducing collectives of a segment and the barrier. Each is one compiled entry that runs without the GIL.
+"""The collectives in a segment that reduce, and the barrier. Each is one compiled entry that runs without the GIL.
 
 An entry takes a handle (the context's address with the tags of rounds.py), Python objects and integers. It validates
 its arguments (validate.py) and then runs rounds. It returns DONE; AGAIN or WORKED (call again with the same arguments
 and RESUMED); UNMAPPED, UNREADABLE, MIXED or MISMATCH (see calls.py); or LATER, which leaves the call to Python. All
 ranks reduce in rank order, so every rank gets the same bits.
 
-Through the slots a reduction is one-shot (every rank reduces everything) or two-shot (each rank reduces its slice, then
-gathers the slices of the others: Rabenseifner's reduce-scatter and all-gather).
+A reduction through the slots is one-shot (every rank reduces the complete arrays) or two-shot (each rank reduces its
+slice, then gathers the slices of the others: Rabenseifner's reduce-scatter and all-gather).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _reduce(c, spec, dst, n, nbytes):
 
 @inlined
 def _whole(nbytes, itemsize):
-    """Round nbytes down to complete elements."""
+    """Round nbytes down to a whole number of elements."""
     return nbytes - nbytes % itemsize
 
 
@@ -62,9 +62,9 @@ def barrier(handle: Index, call: Index) -> int:
 
 @inlined
 def run_barrier(h, c, call):
-    """Run the call; the context is taken.
+    """Run a barrier; the caller has taken the context.
 
-    Entries and native calls (callers.py) share the functions `run_*`, which need no GIL.
+    The functions `run_*` need no GIL. Entries and the native calls of compiled callers (callers.py) share them.
     """
     r.begin(h, 0, 0, False, 0)
     if r.may_write(c, 1):
@@ -111,7 +111,7 @@ def _one_shot(c, dst, src, nbytes, spec, call, last):
 
 @kernel
 def _two_shot(c, dst, src, nbytes, spec, call, keep):
-    """Run rounds in pairs: each rank reduces its slice of a chunk, then ranks with `keep` gather all slices."""
+    """Reduce each chunk in two rounds: each rank reduces its slice, then ranks with `keep` gather all slices."""
     rank = load_word(c, at.RANK)
     size = load_word(c, at.SIZE)
     itemsize = load_word(spec, v.ITEMSIZE)
@@ -154,7 +154,11 @@ def _two_shot(c, dst, src, nbytes, spec, call, keep):
 
 @inlined
 def _reduce_arrays(c, dst, src, nbytes, spec, call, last, of_all):
-    """Reduce the arrays of ranks 0..last-1 into dst through the slots; `of_all`: `last` is 0 or the number of ranks."""
+    """Reduce the arrays of ranks 0..last-1 into dst, through the slots.
+
+    With `last` 0 this rank only contributes its array. `of_all`: whether `last` is 0 or the number of ranks on every
+    rank.
+    """
     if of_all and load_word(c, at.SIZE) > 2 and nbytes > load_word(c, at.ONE_SHOT):
         return _two_shot(c, dst, src, nbytes, spec, call, last > 0)
     return _one_shot(c, dst, src, nbytes, spec, call, last)
@@ -217,7 +221,10 @@ def run_reduce(h, c, out, data, nbytes, spec, root):
 
 @locked_entry
 def scan(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, exclusive: Index) -> int:
-    """Reduce ranks 0..rank into `output`; `exclusive`: ranks 0..rank-1, and rank 0's output does not change."""
+    """Reduce the arrays of ranks 0..rank into `output`.
+
+    `exclusive`: reduce only those of ranks 0..rank-1; rank 0's output does not change.
+    """
     h = integer(handle)
     c = r.take(h)
     if c == 0:
@@ -263,7 +270,7 @@ def reduce_scatter(handle: Index, output: PyObject, blocks: PyObject, op: PyObje
 
 @inlined
 def run_reduce_scatter(h, c, data, nbytes, spec):
-    """Run a reduce_scatter of the blocks in the table GIVES; the context is taken."""
+    """Run a reduce_scatter of the blocks in the table GIVES; the caller has taken the context."""
     longest, call = v.largest_of(c, at.GIVES), load_word(spec, v.CALL)
     kind = single_copy.kind_of_blocks(c, at.GIVES) if longest >= load_word(c, at.DIRECT_FROM) else 0
     r.begin(h, _REDUCE_SCATTER, longest, False, kind)

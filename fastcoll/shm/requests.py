@@ -1,23 +1,23 @@
 """Messages of compiled callers (callers/): C functions that send, receive, post and wait, for kernels/c_entries.py.
 
-A request of a compiled caller has a *record* in the mailbox (rings.py). These functions complete requests without
-Python; a thread that waits for one request makes progress on all of them. They handle the common case only: the engine
-(p2p/engine.py) has no operation, the peer is known, and its next message matches a posted receive. They leave
-everything else to Python: the engine takes over the pending records when it next takes the rings, and Python completes
-any request that has no record.
+A *request* is a send or receive that a compiled caller has posted. It has a *record* in the mailbox (rings.py). These
+functions complete requests without Python; a thread that waits for one request makes progress on all of them. They
+handle the common case only: the engine (p2p/engine.py) has no operation, the peer is known, and its next message
+matches a posted receive. They leave everything else to Python: the engine takes over the pending records when it next
+takes the rings, and Python completes any request that has no record.
 
-BUSY, which is the lock of the rings, BEHIND and PENDING are words of the mailbox.
+BUSY, BEHIND and PENDING are words of the mailbox. BUSY is the lock of the rings.
 
 Invariants:
 
 - Only the thread that holds BUSY writes PENDING, or a record that is in use and has not ended.
-- BEHIND is not 0 while PENDING is not 0. It is BY_COMPILED if only compiled callers have requests. A blocking call must
-  not overtake these, so it posts a request here as well, or the engine runs it.
+- BEHIND is not 0 while PENDING is not 0. It is BY_COMPILED if only compiled callers have operations. A blocking call
+  must not overtake their requests, so it posts a request as well, or the engine runs it.
 - A thread that posts through the engine may set BEHIND to BY_PYTHON at any time. `_take` then fails until the engine
   resets it. Functions here change BEHIND by compare-and-swap from 0 or BY_COMPILED, so they never overwrite BY_PYTHON.
-- When a request has ended, its record belongs to the thread whose compare-and-swap of NUMBER succeeds. A wait stores
-  the negative number, from which a second wait sees that the first one has finished; the engine, if it takes the
-  request over, stores 0. Only the thread that succeeded releases the array, so the array is released once.
+- When a request has ended, its record belongs to the thread whose compare-and-swap of NUMBER succeeds. A wait swaps in
+  the negative number, so that a second wait for the same request sees that the first one has finished. The engine, if
+  it takes the request over, swaps in 0. Only the thread that succeeded releases the array, so it is released once.
 - A thread that reuses a record stores 0 to NUMBER and then writes STATE, PEER and OWNER, all with release. A thread
   that waits for the record's previous request reads PEER, with acquire, and then checks NUMBER: if NUMBER still belongs
   to its request, so does PEER.
@@ -60,13 +60,13 @@ from .ring_kernels import (
 )
 
 BESIDE = 1 << 60
-"""Added by `send_call` and `receive_call` to the number of a request that they leave to Python; numbers are lower."""
+"""`send_call` and `receive_call` return BESIDE + number for a request that they leave to Python; numbers are lower."""
 
 COUNT_AT, MAILBOX_AT = 5, 48  # positions of bit fields in a number
 _FIRST = 1 << COUNT_AT
 
 _IDLE, _MOVED, _STUCK = 0, 1, 2  # results of `_progress`
-_TRIES = 200  # tries to take BUSY, while another thread drives the rings or checks whether it must drive them
+_TRIES = 200  # tries to take BUSY; another thread may hold it only to check whether it has anything to do
 _DTYPES = (1 << DTYPE_BITS) - 1
 _ROUNDS_A_CALL = 2048  # at most 128 MiB, which take 20 ms, between two checks for signals
 _MOST_IN_VAIN = 1 << 16  # tests without progress, at least 3 ms; then Python checks the clock and the peers
@@ -92,7 +92,7 @@ def _record(m, index):
 
 @inlined
 def _record_of(m, number):
-    """Return the record of a request for which no wait has finished; 0: it has none."""
+    """Return the record of a request; 0 if it has none, for example because a wait for it has finished."""
     record = _record(m, number & (_FIRST - 1))
     return record if load_acquire(record + 8 * r.NUMBER) == number else 0
 
@@ -108,7 +108,7 @@ def _is_over(m, number):
 
 @inlined
 def _begin(m, is_tag, peer):
-    """Take the rings for a new request; False: Python must post it."""
+    """Take the rings for a new request; return False if Python must post the request."""
     if not is_tag or is_shut(m, -1) or not is_peer(m, peer):
         return False
     return _take(m)
@@ -186,7 +186,7 @@ def _post_send(m, data, owner, nbytes, kind, peer):
     is_free = load_word(channel, r.OUT_HEAD) == load_word(channel, r.OUT_END)
     # Unread acks must fit into their slots, because perhaps no thread reads them while this rank does other work.
     unread = load_word(channel, r.SENT) - load_word(channel, r.ACKS_READ)
-    # A message that does not enter the ring at once needs the engine's thread while this thread does other work.
+    # If a message does not fit into the ring now, the engine's thread must write it while this thread does other work.
     enters = frame <= load_word(m, r.RING) // r.PIECES_A_RING and r.has_room(m, channel, frame)
     is_safe = enters or load_word(_table(m), r.AWAKE) != 0
     if not (is_free and is_safe and unread < r.ACK_SLOTS - r.ACK_BATCH):
@@ -202,7 +202,10 @@ def _post_send(m, data, owner, nbytes, kind, peer):
 
 @kernel
 def _post_receive(m, data, owner, nbytes, kind, peer, waits):
-    """Post a receive; return the request's number, or -1 to leave it to Python. `waits`: this call waits for it."""
+    """Post a receive; return the request's number, or -1 to leave it to Python.
+
+    `waits`: whether the calling function then waits for the request.
+    """
     if not _begin(m, is_kind(kind) or _is_any(kind), peer):
         return -1
     index = _free_record(m)
@@ -239,9 +242,9 @@ def _end(m, record, state):
 
 @kernel
 def _find(m, peer, state, message, kind):
-    """Return the peer's oldest record in `state`, or 0.
+    """Return the oldest record in `state` of a request to or from a peer that fits; 0 if none fits.
 
-    SENDING: the record of the message with number `message`. RECEIVING: the first that takes a message of `kind`.
+    In state SENDING, the request with message number `message` fits; in RECEIVING, one that takes a message of `kind`.
     """
     found = 0
     for index in range(load_word(_table(m), r.USED)):
@@ -332,7 +335,9 @@ def _progress(m):
 
 @kernel
 def _collect(m, record, number):
-    """Free an ended request's record and release its array; return -1 - its peer's rank, or LATER if Python has it.
+    """Free an ended request's record and release its array.
+
+    Return -1 - its peer's rank, or LATER if the engine has taken the request over.
 
     Only one thread succeeds in swapping NUMBER, and that thread releases the array. It reads the owner before the swap,
     because afterwards the record may be in use again.
@@ -347,7 +352,10 @@ def _collect(m, record, number):
 
 @inlined
 def _idle_or_return(m, found, idle, rounds):
-    """Rest if `_progress` returned _IDLE (`found`); return the number of idle turns so far; -1: return to Python."""
+    """Rest if `found`, the result of `_progress`, is _IDLE.
+
+    Return the new number of consecutive turns without progress, or -1 if the caller must return to Python.
+    """
     if found == _MOVED and rounds < _ROUNDS_A_CALL:
         moved(m)
         return 0
@@ -358,7 +366,7 @@ def _idle_or_return(m, found, idle, rounds):
 
 @kernel
 def _wait(m, number):
-    """Wait for a request; return -1 - rank of its peer, or LATER."""
+    """Wait for a request; return -1 - rank of its peer, or LATER if Python must continue to wait for it."""
     peer = load_acquire(_record(m, number & (_FIRST - 1)) + 8 * r.PEER)
     if _is_over(m, number):
         return -1 - peer
@@ -409,7 +417,7 @@ def test_call(m, number, out, nbytes, call, peer):
 
 @inlined
 def _ended_one(m, numbers, count):
-    """Return the index of a request that has ended; -1: none has; -2: Python must complete one of them."""
+    """Return the index of a request that has ended; -1: none has ended; -2: Python must complete one of them."""
     for index in range(count):
         if _is_over(m, load_word(numbers, index)):
             return index
@@ -446,7 +454,7 @@ def wait_any_call(m, numbers, out, count, call, peer):
 
 @inlined
 def _finish(m, number):
-    """Wait for a request that only this call knows; if Python must complete it, return BESIDE + number."""
+    """Wait for a request of this call; return the result of `_wait`, or BESIDE + number if Python must complete it."""
     if number < 0:
         return LATER
     found = _wait(m, number)
@@ -454,7 +462,7 @@ def _finish(m, number):
 
 
 def send_call(m, data, out, nbytes, kind, peer):
-    """Send as `send` of ring_kernels.py does; while requests are pending, post a request and wait."""
+    """Send as `send` of ring_kernels.py does; while requests are pending, post a request and wait for it."""
     if load_acquire(m + 8 * r.BEHIND) == r.BY_COMPILED:
         found = _finish(m, _post_send(m, data, 0, nbytes, kind, peer))
         return DONE if found < DONE else found
@@ -466,7 +474,10 @@ def send_call(m, data, out, nbytes, kind, peer):
 
 
 def receive_call(m, data, out, nbytes, kind, source):
-    """Receive as `receive` of ring_kernels.py does; while requests are pending, or for ANY_TAG, post and wait."""
+    """Receive as `receive` of ring_kernels.py does.
+
+    While requests are pending, and for ANY_TAG, post a request and wait for it.
+    """
     if load_acquire(m + 8 * r.BEHIND) == r.BY_COMPILED or _is_any(kind):
         return _finish(m, _post_receive(m, data, 0, nbytes, kind, source, True))
     if not is_kind(kind) or is_shut(m, -1) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):

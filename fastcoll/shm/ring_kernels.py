@@ -1,10 +1,10 @@
 """Compiled functions that move messages through the rings. Python calls them, and they run without the GIL.
 
 `m` is the address of a mailbox's table (rings.py). `send` and `receive` carry out a blocking call; `post_send` and
-`post_receive` begin an operation that a later call completes. All four take BUSY, the lock of the rings. With `size` -1
-they validate the array themselves (validate.py), and `word` is the tag; otherwise `word` is the message's kind and
-`size` its bytes. `begin`, `accept` and `acknowledge` start transfers, which `advance` then continues for all peers.
-Every function returns within 0.1 s.
+`post_receive` begin an operation that a later call completes. All four take BUSY, the lock of the rings; the thread
+that has taken it *holds the rings*. If `size` is -1, they validate the array themselves (validate.py), and `word` is
+the tag; otherwise `word` is the message's kind and `size` its bytes. `begin`, `accept` and `acknowledge` start
+transfers, which `advance` then continues for all peers. Every function returns within 0.1 s.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ POSTED_SEND, POSTED_RECEIVE = number_of("shm.isend.after_post"), number_of("shm.
 
 NOTHING, MOVED = 0, 1  # results of `_serve`, besides the events of p2p/pipe.py
 
-_CLOSELY = 256  # polls of one peer alone, some microseconds
+_CLOSELY = 256  # polls of one peer before all peers are served; they take some microseconds
 _PIECES_A_CALL = 2048  # at most 128 MiB, which take 20 ms, between two checks for signals
 
 
@@ -66,21 +66,24 @@ def channel_of(m, peer):
 
 @inlined
 def _algorithms(m, operation, nbytes, smallest):
-    """Algorithms that a message may use, as bits: to write it into the ring, or for a receiver to copy it out."""
+    """Return the algorithms that a message may use, as bits.
+
+    `operation`: SENDS, to write the message into the ring, or RECEIVES, to copy it out of the ring.
+    """
     is_direct = operation == r.SENDS and nbytes >= load_word(m, r.DIRECT_FROM)
     return (load_word(m, r.ALGORITHMS) if nbytes >= smallest else 0) | (1 << DIRECT if is_direct else 0)
 
 
 @inlined
 def fastest_known(m, operation, nbytes, smallest):
-    """The fastest known algorithm, for a message whose time is not measured."""
+    """Return the algorithm with the best recorded time, for a message whose time is not measured."""
     algorithms = _algorithms(m, operation, nbytes, smallest)
     return best_algorithm(m + 8 * r.CHOOSING, operation, nbytes, algorithms) if algorithms else CLOSE
 
 
 @inlined
 def _choose(m, operation, nbytes, smallest, phase):
-    """Choose the algorithm of a blocking call's message: the fastest known one, or one to try."""
+    """Choose the algorithm of a blocking call's message: the one with the best recorded time, or one to try."""
     t = m + 8 * r.CHOOSING
     choose_none(t)
     algorithms = _algorithms(m, operation, nbytes, smallest)
@@ -91,7 +94,10 @@ def _choose(m, operation, nbytes, smallest, phase):
 
 @entry
 def begin(mailbox: Index, peer: Index, address: Index, nbytes: Index, kind: Index) -> int:
-    """Begin to write a message into the ring to `peer`, behind complete messages; `advance` writes the rest."""
+    """Begin to write a message into the ring to `peer`; `advance` writes the rest.
+
+    All earlier messages to this peer must be in the ring completely.
+    """
     m = integer(mailbox)
     channel = channel_of(m, integer(peer))
     algorithm = fastest_known(m, r.SENDS, integer(nbytes), SMALLEST)
@@ -115,7 +121,10 @@ def accept(mailbox: Index, peer: Index, address: Index) -> int:
 def acknowledge(
     mailbox: Index, peer: Index, number: Index, decision: Index, nbytes: Index, kind: Index
 ) -> int:
-    """Write the ack of a message of `peer`, with the size and kind that the receive expects; AGAIN if no ack fits."""
+    """Write the ack of a message of `peer`, with the size and kind that the receive expects.
+
+    Return DONE, or AGAIN if the ring has no space for an ack now.
+    """
     channel = channel_of(integer(mailbox), integer(peer))
     if not r.has_ack_space(channel):
         return AGAIN
@@ -125,13 +134,16 @@ def acknowledge(
 
 @inlined
 def is_shut(m, size):
-    """Whether the group is shut, for a call that Python has not checked (`size` -1)."""
+    """Whether the call must be left to Python because the group is shut.
+
+    False if `size` is not -1, because Python has checked such a call.
+    """
     return size < 0 and load_word(load_word(m, r.CONTEXT), SHUT) != 0
 
 
 @inlined
 def has_requests(m):
-    """Whether compiled callers have requests that the engine must take over. The rings must be held."""
+    """Whether compiled callers have requests that the engine must take over. The caller must hold the rings."""
     return load_word(m, r.REQUESTS + r.PENDING) != 0
 
 
@@ -143,7 +155,7 @@ def let_go(m, status):
 
 @inlined
 def _message(m, x, word, size, flags):
-    """Return an array's size and its message's kind; a size of -1 means that Python must validate the array."""
+    """Return an array's bytes and its message's kind; -1 instead of the bytes if Python must validate the array."""
     if size >= 0:
         return size, word
     c = load_word(m, r.CONTEXT)
@@ -160,9 +172,10 @@ def is_peer(m, rank):
 
 @locked_entry
 def send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index) -> int:
-    """Send an array and wait until a receive has taken it: DONE, AGAIN, WORKED, LATER, or REFUSED (see the ack).
+    """Send an array and wait until a receive has taken it.
 
-    No other message to this peer may be entering or unacked.
+    Return DONE, AGAIN, WORKED, LATER, or REFUSED (the ack has the reason). No earlier message to this peer may be
+    incomplete in the ring or without an ack.
     """
     m, x, peer = integer(mailbox), object_at(tensor), integer(dst)
     # BEHIND is set if the last holder of the rings has left an incomplete message, which the engine continues.
@@ -215,8 +228,8 @@ def _send(m, channel, data, nbytes, kind):
 def receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size: Index) -> int:
     """Receive the next message of a rank, or of ANY, into an array and write its ack.
 
-    Return -1 - rank if done, else AGAIN, WORKED, OTHER or LATER. After AGAIN and WORKED, SOURCE is the rank chosen for
-    ANY, plus 1, or 0 if none was chosen. No other message of that rank may be arriving.
+    Return -1 - rank if done, else AGAIN, WORKED, OTHER or LATER. After AGAIN and WORKED, SOURCE is 1 plus the rank that
+    was chosen for ANY, or 0 if none was chosen. No earlier message of that rank may be incompletely received.
     """
     m, x, source = integer(mailbox), object_at(tensor), integer(src)
     if is_shut(m, integer(size)) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
@@ -290,7 +303,7 @@ def post_send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: I
     if has_requests(m):
         return let_go(m, -LATER)
     channel = channel_of(m, peer)
-    # Only if no other message is entering and the peer has read enough of the ring.
+    # Write the message only if no earlier one is incomplete, and the peer has read enough of the ring.
     if load_word(channel, r.OUT_HEAD) == load_word(channel, r.OUT_END) and r.has_room(m, channel, frame):
         r.begin_message(channel, data_of(x), nbytes, kind, algorithm)
         r.push(m, channel)
@@ -304,8 +317,8 @@ def post_send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: I
 def post_receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size: Index) -> int:
     """Receive a small message if it has arrived (DONE), else arm the receive, so that `advance` completes it (ARMED).
 
-    With ARMED the caller keeps BUSY. LATER leaves the receive to Python, for example because an earlier receive, or a
-    stored message, may have to be matched first.
+    If ARMED is returned, this thread keeps BUSY. LATER leaves the receive to Python, for example because an earlier
+    receive, or a stored message, may have to be matched first.
     """
     m, x, peer = integer(mailbox), object_at(tensor), integer(src)
     if is_shut(m, integer(size)) or not is_peer(m, peer):
@@ -352,7 +365,7 @@ def _takes_armed(m, channel):
 
 @inlined
 def _serve(m, channel, watched):
-    """Make progress with one peer: return the first event for Python, or MOVED, or NOTHING."""
+    """Make progress with one peer. Return the first event that Python must handle, else MOVED or NOTHING."""
     event = NOTHING
     if load_word(channel, r.OUT_HEAD) < load_word(channel, r.OUT_END) and r.push(m, channel):
         if load_word(channel, r.OUT_HEAD) == load_word(channel, r.OUT_END):
@@ -374,10 +387,10 @@ def _serve(m, channel, watched):
 
 @entry
 def complete(mailbox: Index, handled: Index, peer: Index, number: Index) -> int:
-    """Take BUSY and `advance`; but first poll one peer for the end of a posted send and receive.
+    """Take BUSY and poll one peer for the end of its armed receive and of send `number` (0: no send is awaited).
 
-    `post_send` and `post_receive` have posted these. A rank that exchanges small messages waits for both in one call:
-    the peer's message arrives first, then the ack.
+    `post_receive` and `post_send` have posted these. If neither ends soon, `advance` for all peers. A rank that
+    exchanges small messages waits for both in one call: the peer's message arrives first, then the ack of the send.
     """
     m = integer(mailbox)
     if not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
@@ -388,7 +401,7 @@ def complete(mailbox: Index, handled: Index, peer: Index, number: Index) -> int:
     channel = channel_of(m, integer(peer))
     event = NOTHING
     idle = 0
-    # Other peers make no progress during this loop. A send or receive that has not ended continues below.
+    # Messages of other peers make no progress during this loop, so it is short.
     while idle < _CLOSELY and event < (BOTH if integer(number) else RECEIVED):
         if load_word(channel, r.ARMED_KIND) >= 0 and _receive_armed(m, channel):
             event = RECEIVED
@@ -466,7 +479,7 @@ def claim(mailbox: Index, index: Index, number: Index) -> int:
 
 @entry
 def retire(mailbox: Index) -> int:
-    """Let all peers write any number of acks, since this rank will not read them."""
+    """Let all peers write any number of acks, since this rank will read no more of them."""
     m = integer(mailbox)
     for peer in range(load_word(m, r.SIZE)):
         if peer != load_word(m, r.RANK):

@@ -22,13 +22,13 @@ Invariants:
   plus the ring's size.
 - The receiver overwrites an ack only after the sender has read it: the receiver writes ack k only if ACKS_TAKEN > k -
   ACK_SLOTS. ACKS_TAKEN is less than ACK_BATCH behind the number of acks that the sender has read.
-- Neither end waits for ever: the owner of an incomplete send polls for its ack, and a rank that leaves sets its
-  ACKS_TAKEN to the highest value, so its peers always have space for acks.
+- Neither end waits for ever: the owner of an incomplete send polls for its ack, and a rank that leaves sets ACKS_TAKEN
+  of all rings to its peers to the highest value, so the peers always have space for acks.
 
 `tests/shm/test_rings_model.py` explores the schedules of this protocol.
 
-This file has the steps of both ends, from which ring_kernels.py builds calls. A rank's private state is one table, the
-*mailbox*, and a *channel* for each peer. Every step can be resumed from this state.
+This file has the steps of both ends, from which ring_kernels.py builds calls. The private state of a rank consists of
+one table, the *mailbox*, and a *channel* for each peer. Every step can be resumed from this state.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _PIECE_SENT, _PIECE_READ = number_of("shm.message.piece_sent"), number_of("shm.m
 _BEFORE_ACK = number_of("shm.message.before_ack")
 
 # Words of a mailbox's private table, behind the polling table.
-BELL = POLLING_WORDS  # not 0: the kernel must return to Python
+BELL = POLLING_WORDS  # not 0: a kernel that waits must return to Python
 CHANNELS = BELL + 1  # address of the channel to rank 0
 SIZE = BELL + 2
 RANK = BELL + 3
@@ -78,10 +78,10 @@ BUSY = BELL + 7  # not 0: a thread drives the rings
 BEHIND = BELL + 8  # not 0: operations are pending, or the mailbox has ended, so blocking calls must wait:
 BY_PYTHON, BY_COMPILED = 1, 2  # the engine (p2p/engine.py) has operations; only requests.py has some
 CONTEXT = BELL + 9  # address of the group's context (context_layout.py), whose memo has the dtypes
-STORED = BELL + 10  # not 0: stored messages wait for receives, so no receive may be armed (see ARMED_KIND)
+STORED = BELL + 10  # not 0: stored messages wait for receives, so no receive may be armed (ARMED_KIND)
 RETURNED = BELL + 11  # events that `advance` has returned
 EVENT = BELL + 12  # the last of these events
-DIRECT_FROM = BELL + 13  # bytes from which sends may go direct
+DIRECT_FROM = BELL + 13  # bytes from which on a send may be direct
 ALGORITHMS = BELL + 14  # the algorithms besides DIRECT that messages may use, as bits (autotune.py)
 VECTORS = BELL + 15  # 15 to 18: iovecs of the system call that reads a peer's memory
 CHOOSING = BELL + 19  # the table of autotune.py, for the operations SENDS and RECEIVES
@@ -98,8 +98,8 @@ USED = 5  # records from here on are free
 RELEASE = 6  # address of the function that releases an array's owner
 IN_VAIN = 7  # consecutive calls of `test_call` without progress
 RECORDS = 8
-# The request's number. 0: the record is free; negative: free, and the last request was waited for. Until the request
-# has ended, only the thread that holds BUSY writes the other words.
+# The request's number. 0: the record is free; negative: it is free, and its last request, of this number, was waited
+# for. Until the request has ended, only the thread that holds BUSY writes the other words.
 NUMBER = 0
 STATE = 1
 PEER = 2
@@ -125,8 +125,8 @@ OUT_END = 4  # end of that message; equal to OUT_HEAD if none is entering
 OUT_FROM = 5  # address of the payload
 OUT_NBYTES = 6
 OUT_KIND = 7
-SENT = 8  # messages begun
-ACKS_READ = 9
+SENT = 8  # number of messages to the peer that were begun
+ACKS_READ = 9  # number of acks that were read
 ACK_NUMBER = 11  # 11 to 14: the four fields of the last ack read
 ACK_DECISION = 12
 ACK_NBYTES = 13
@@ -138,41 +138,41 @@ IN_TAIL = 18
 IN_BODY = 19
 IN_END = 20  # end of the message that is arriving; equal to IN_TAIL if none is arriving
 IN_TO = 21  # address for its payload; 0: drop the payload
-IN_NBYTES = 22  # of the last header read
+IN_NBYTES = 22  # 22 and 23: from the last header that was read
 IN_KIND = 23
-RECEIVED = 24  # messages begun
-ACKS_GIVEN = 25
+RECEIVED = 24  # number of messages that this rank has begun to receive
+ACKS_GIVEN = 25  # number of acks that were written
 IN_ACKS_TAKEN = 26  # the peer's ACKS_TAKEN as last seen
 WATCHED = 27  # posted receives that may match a message of this peer
-OWED = 28  # acks that wait for space; set by Python
+OWED = 28  # number of acks that wait for space; set by Python
 OUT_ALGORITHM = 29  # CLOSE, PAST or DIRECT (autotune.py): how the message that is entering is written
 IN_ALGORITHM = 30  # CLOSE or PAST: how the arriving message is copied out
 ARMED_TO = 31  # address of the armed receive's array
 ARMED_NBYTES = 32
-IN_FROM = 33  # of the last header read: address of the sender's array if the message is direct, else 0
+IN_FROM = 33  # from the last header that was read: address of the sender's array if it is direct, else 0
 IN_DID = 34  # number of bytes of that array that were read so far
 IN_PID = 35  # the peer's process ID
 IN_STATE = 36  # address of the peer's STATE
-IN_REFUSED = 37  # errno with which reading the peer's array has failed; 0: it has not
+IN_REFUSED = 37  # errno with which reading the peer's array has failed; 0: it has not failed
 CHANNEL_WORDS = 40
 
 
 @inlined
 def frame_of(nbytes):
-    """Bytes of a frame with this payload."""
+    """Return the bytes of a frame with a payload of nbytes."""
     return (FRAME_HEADER + nbytes + FRAME_UNIT - 1) & -FRAME_UNIT
 
 
 @inlined
 def _span(m, position, nbytes):
-    """How many of the nbytes at `position` lie before the end of the ring's memory."""
+    """Return how many of the nbytes at `position` lie before the end of the ring's memory."""
     ring = load_word(m, RING)
     return min(nbytes, ring - (position & (ring - 1)))
 
 
 @inlined
 def _address(m, ring, position):
-    """The address of the byte at `position`."""
+    """Return the address of the byte at `position`."""
     return ring + RING_HEADER + (position & (load_word(m, RING) - 1))
 
 
@@ -206,7 +206,7 @@ def has_room(m, channel, nbytes):
 
 @kernel
 def push(m, channel):
-    """Write the next piece of the entering message into the ring; return False if there is no room."""
+    """Write the next piece of the message that was begun into the ring; return False if there is no room."""
     head = load_word(channel, OUT_HEAD)
     part = min(load_word(channel, OUT_END) - head, load_word(m, RING) // PIECES_A_RING)
     if not has_room(m, channel, part):

@@ -7,7 +7,8 @@ describes a rank's current call: its number, its operation and sizes, and the pa
 
     word                  writer    readers   meaning of a value v
     call line s % 2       rank      all       word 0 = s: the rank has begun call s and published its first round
-    PUBLISHED             rank      all       v: all rounds below v are published; a call's first one by its line
+    PUBLISHED             rank      all       v: all rounds below v are published (a call's first round is published by
+                                              the call line instead)
     CONSUMED              rank      all       v: the rank has read all rounds below v
     combined line s % 2   group     all       word 0 = s: all ranks of the group have begun call s
 
@@ -21,12 +22,12 @@ Invariants:
   earlier calls. So the check costs nothing in the common case.
 - When a rank overwrites its line of call s for call s + 2, every peer has compared that line: the rank begins call s +
   2 after the meeting of call s + 1, and every peer began call s + 1 after it had compared the lines of call s.
-- No rank waits for ever. Take the rank that has read the fewest rounds: since LAG <= SLOTS - 1, the slots that it and
-  its peers write next are free.
+- No rank waits for ever. Take the rank that has read the fewest rounds. Since LAG <= SLOTS - 1, the slot that it writes
+  next is free, and so are the slots that its peers have to write before it can read its next round.
 
 More than layout.FLAT ranks meet in groups. A rank waits for the lines of its own group, then for the combined lines of
-all groups. A combined line has the values that one line would have for the whole group. The first rank that has read
-all lines of its group writes the combined line. A fixed leader would be slower where ranks share cores, because all
+all groups. A combined line has the values of one line that stands for all ranks of the group. The first rank that has
+read all lines of its group writes it. A fixed leader would be slower where ranks share cores, because all
 ranks would wait until the leader is scheduled. Several ranks may write the line at the same time: they store the same
 words, which depend only on the group's lines. A chain of release stores and acquire loads makes a rank's earlier writes
 visible to every rank that has completed the meeting. The second invariant holds for these lines as well. When a rank
@@ -70,15 +71,15 @@ HELD = 4  # this thread owns the context since the previous call; the call must 
 TAGS = 7
 
 # The group's record (kernels/recording.py) has the times of one call in TIMED_EVERY, of every call of at least
-# TIMED_FROM bytes, and of every call that waits longer than a few spins. Two clock reads take 50 ns: 1 ns on average
-# for a call of 8 bytes, 1 % of a call of 64 KiB.
+# TIMED_FROM bytes, and of every call that waits longer than a few spins. The two clock reads of a timed call take 50
+# ns: on average 1 ns of a call of 8 bytes, and 1 % of a call of 64 KiB.
 TIMED_EVERY, TIMED_FROM = 64, 64 << 10
 
-# Where a rank's arrays are in a call that may read peers' arrays: anywhere in its memory, or all in its arena.
+# For a call that may read peers' arrays: a rank's arrays are anywhere in its memory, or all of them in its arena.
 ORDINARY, SHARED = 1, 2
 _OPERATIONS = len(OPERATIONS)
 
-# The number of the first failpoint of each kind; those of the other operations follow, in the order of the operations.
+# Each is the number of the first operation's failpoint; the other operations' failpoints have the next numbers.
 _ENTER, _PUBLISHED = number_of("shm.OPERATION.enter"), number_of("shm.OPERATION.after_publish")
 _MID_CHUNK, _MET = number_of("shm.OPERATION.mid_chunk"), number_of("shm.OPERATION.after_meeting")
 _BEFORE_DONE, _AFTER_DONE = number_of("shm.OPERATION.before_done"), number_of("shm.OPERATION.after_done")
@@ -91,44 +92,44 @@ _BESIDE_TIME = -(1 << 63) | 1
 
 @inlined
 def tuning_at(c):
-    """Address of the table of autotune.py."""
+    """Return the address of the table of autotune.py."""
     return c + 8 * at.CHOOSING
 
 
 @inlined
 def table(c, which):
-    """Address of one of the context's tables with a word for each rank."""
+    """Return the address of one of the context's tables that have a word for each rank."""
     return c + 8 * (at.TABLES + which * load_word(c, at.SIZE))
 
 
 @inlined
 def section(c, rank):
-    """Address of a rank's section."""
+    """Return the address of a rank's section."""
     return load_word(c, at.SECTIONS) + rank * load_word(c, at.STRIDE)
 
 
 @inlined
 def slot_of(c, rank, step):
-    """Address of a rank's slot of round `step` of the call."""
+    """Return the address of a rank's slot of round `step` of the call."""
     slot = (load_word(c, at.ROUND) + step) % layout.SLOTS
     return section(c, rank) + layout.CONTROL + slot * load_word(c, at.SLOT)
 
 
 @inlined
 def line_of(c, rank):
-    """Address of a rank's line of the current call."""
+    """Return the address of a rank's line of the current call."""
     return section(c, rank) + layout.LINE * (load_word(c, at.CALLS) % 2)
 
 
 @inlined
 def combined_of(c, rank):
-    """Address of the combined line of a rank's group for the current call."""
+    """Return the address of the combined line of a rank's group for the current call."""
     return load_word(c, at.COMBINED) + layout.LINE * (rank // layout.GROUP * 2 + load_word(c, at.CALLS) % 2)
 
 
 @inlined
 def payload_of(c, rank, step, nbytes, room=layout.INLINE):
-    """Address of a rank's data of a round: in its call line if the payload of nbytes fits there, else in its slot.
+    """Return the address of a rank's data of a round: in its call line if the nbytes fit there, else in its slot.
 
     If ranks meet in groups, a peer's payload of one word is read from the group's combined line, which is in the cache
     already.
@@ -142,7 +143,7 @@ def payload_of(c, rank, step, nbytes, room=layout.INLINE):
 
 @inlined
 def take(handle):
-    """Take the context for a call, unless the call owns it; return its address, or 0 if it cannot be taken now."""
+    """Take the context for a call that does not own it yet; return its address, or 0 if it cannot be taken now."""
     c = handle & ~TAGS
     if handle & (RESUMED | HELD):
         return c
@@ -172,12 +173,12 @@ def _hit_failpoint(c, first):
 
 @inlined
 def begin(handle, operation, nbytes, moving, direct):
-    """Begin a run of an entry; number a new call and choose its algorithm.
+    """Begin a run of an entry. Give a new call its number and its algorithm; a resumed call keeps these.
 
-    The call owns the context, and its arguments are valid. A resumed call keeps its number and its algorithm.
+    The call owns the context, and its arguments are valid.
 
     Args:
-        nbytes: size of the call's data, for the choice (autotune.py).
+        nbytes: size of the call's data, by which the algorithm is chosen (autotune.py).
         moving: True if the call copies data and does not reduce.
         direct: ORDINARY or SHARED if ranks may read one another's arrays in this call, else 0.
     """
@@ -253,7 +254,7 @@ def publish(c, call, shape, balance):
 
 @inlined
 def _record(c, call, shape):
-    """Write the call into the group's record, after the call is published: peers wait for the publication."""
+    """Write the call into the group's record. The call is published before, because peers wait for it."""
     ring, number = load_word(c, at.RING), load_word(c, at.CALLS)
     if ring != 0:
         record_call(ring, number, call, shape, 0)
@@ -263,7 +264,7 @@ def _record(c, call, shape):
 
 @kernel
 def _time(c):
-    """Start timing the call for the record, unless a wait has done so."""
+    """Start timing the call for the record, if no wait of the call has started it."""
     if load_word(c, at.BACKOFF + TIMED) == 0:
         store_word(c, at.BACKOFF + TIMED, now(c + 8 * at.BACKOFF))
 
@@ -277,7 +278,7 @@ def _record_times(c):
 
 @inlined
 def _time_word(c):
-    """Value of a call line's TIME: how long the previous call took; bit 0: whether this call is direct."""
+    """Return the value of a call line's TIME: how long the previous call took; bit 0: whether this call is direct."""
     t = tuning_at(c)
     return load_word(t, autotune.TOOK) << 1 | autotune.is_direct(t)
 
@@ -286,8 +287,8 @@ def _time_word(c):
 def _compare(c, lines, stride, first, end, each, own, call, shape, balance):
     """Wait for the lines first..end-1 except `own`, and compare them with this rank's call.
 
-    Each line is one rank's or, with `each` > 1, the combined line of that many ranks. A call's balance
-    (core/signature.py) shows whether sizes agree: over all ranks, the balances add up to 0 if they do.
+    Each line is the line of one rank or, with `each` > 1, the combined line of `each` ranks. A call's balance
+    (core/signature.py) shows whether sizes agree: if they do, the balances of all ranks add up to 0.
 
     Returns:
         Whether all lines have arrived; whether all calls match; the sum of all balances; the largest shape; the largest
@@ -323,7 +324,7 @@ def _combine(c, call, shape, balance):
     )
     if not arrived:
         return AGAIN
-    if load_acquire(combined) < load_word(c, at.CALLS):  # else another rank of the group was faster
+    if load_acquire(combined) < load_word(c, at.CALLS):  # else another rank of the group has written it
         # If the group's ranks differ, CALL and TIME get values that no single rank's line can have.
         store_word(combined, layout.CALL, call if same else -1)
         store_word(combined, layout.SHAPE, largest)
@@ -372,7 +373,7 @@ def _meet(c, call, shape, balance):
 
 @inlined
 def meet(c, call, shape, balance):
-    """Wait until every rank has begun this call and compare the calls, unless that is done.
+    """Wait until every rank has begun this call, and compare the calls; if MET is set, this is done already.
 
     Return DONE, AGAIN, MISMATCH, or MIXED if the calls match but only some ranks chose the direct algorithm.
     """
@@ -439,16 +440,16 @@ def _wind_up(c):
 
 @inlined
 def rounds_of(nbytes, chunk):
-    """Number of rounds for nbytes at `chunk` bytes each, at least one."""
+    """Return the number of rounds, at least one, that move nbytes in chunks of `chunk` bytes."""
     return max(1, -(-nbytes // max(1, chunk)))
 
 
 @inlined
 def time_is_up(c):
-    """Whether this run of the entry has used up its time, so that it must return WORKED between two rounds.
+    """Whether this run of the entry has used up its time, so that it must return WORKED before the next round.
 
-    Python then checks signals, the deadline and aborts; a kernel that never waits long would not return for these
-    checks.
+    Python then checks signals, the deadline and aborts. Without this, an entry that never waits long would not return
+    to Python for these checks.
     """
     if load_word(c, at.SINCE) == 0:
         store_word(c, at.SINCE, now(c + 8 * at.BACKOFF))

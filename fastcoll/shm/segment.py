@@ -1,10 +1,10 @@
-"""Segments: creating, mapping and unlinking shared memory. The only file that uses posix_ipc.
+"""Create, map and unlink segments, which are POSIX shared memory. No other file uses posix_ipc.
 
 Rank 0 announces a random name before it creates the segment. All ranks map the segment, and each proves it by
-publishing the segment's nonce (meeting.py). When all ranks have attached, the first rank that finds this unlinks the
-name; if a rank dies before, any survivor does. The kernel frees the memory when no process has it mapped. `sweep`
-unlinks names whose maker is dead. The survivors call it if rank 0 has died; if all ranks of a job were killed at once,
-the user's next job does.
+publishing the segment's nonce (meeting.py). Every rank unlinks the name when it finds that all ranks have mapped the
+segment, or that the meeting has failed. The kernel frees the memory when no process has it mapped. `sweep` unlinks
+names whose maker is dead. The survivors of the meeting call it, because rank 0 may have died before they knew the name.
+If all ranks of a job were killed at once, the user's next job calls it.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ class Segment:
         return int(self.words[1])
 
     def word(self, rank: int, offset: int) -> int:
-        """Index into `words` of the word at a byte offset of a rank's section."""
+        """Return the index into `words` of the word at a byte offset of a rank's section."""
         return (self.layout.section(rank) + offset) // 8
 
     def reach(self, rank: int) -> np.ndarray:
-        """A rank's words about access to its memory, see reach.py."""
+        """Return a rank's words about access to its memory (reach.py)."""
         start = self.word(rank, REACH)
         return self.words[start : start + REACH_WORDS]
 
@@ -148,7 +148,7 @@ class Segment:
             del self.words, self._export
             with contextlib.suppress(
                 BufferError
-            ):  # a traceback still has a view; the mapping ends when the traceback does
+            ):  # a traceback still refers to a view, and the memory is unmapped when the traceback is freed
                 self._mapping.close()
 
 
@@ -188,8 +188,8 @@ def sweep(gone: Iterable[ProcessId] = ()) -> list[str]:
     killed in these milliseconds. A test session ignores the names of other sessions.
 
     Args:
-        gone: processes that peers have reported as ended. They may not be dead yet, because a killed process closes its
-            connections first.
+        gone: processes that have ended, as peers have found. Some may still exist, because a killed process closes its
+            connections before it ends.
     """
     swept = []
     for name in stale(gone):
@@ -211,19 +211,19 @@ def stale(gone: Iterable[ProcessId] = ()) -> list[str]:
 
 
 def free_bytes() -> int:
-    """Bytes that are free in /dev/shm."""
+    """Return the bytes that are free in /dev/shm."""
     status = os.statvfs(DIRECTORY)
     return status.f_bavail * status.f_frsize
 
 
 def all_bytes() -> int:
-    """Size of /dev/shm in bytes."""
+    """Return the size of /dev/shm in bytes."""
     status = os.statvfs(DIRECTORY)
     return status.f_blocks * status.f_frsize
 
 
 def _start_time(pid: int) -> str:
-    """Start time of a process in clock ticks since boot; "gone" if it has ended or is a zombie."""
+    """Return the start time of a process in clock ticks since boot; "gone" if it has ended or is a zombie."""
     try:
         status = status_of(pid)
     except OSError:

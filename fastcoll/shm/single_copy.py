@@ -1,14 +1,15 @@
 """The direct algorithm: ranks read one another's arrays in place (cross-memory attach), without the slots.
 
 A call has two rounds without data, and an all_reduce has three. The call line of a rank has the addresses of its
-arrays. After the meeting (rounds.py) each rank reads the data that it receives, and publishes its last round when it
-has read everything. A rank reads by process_vm_readv, or by ordinary loads if the array is in its owner's *arena*,
-memory that peers can map (arena.py). A rank maps a peer's arena when a call first needs it. Before a rank reduces a
-peer's data that is not in an arena, it copies that data into its own slots.
+arrays. After the meeting (rounds.py) each rank reads from its peers' arrays, and publishes its last round when it has
+read everything. A rank reads by process_vm_readv, or by ordinary loads if the array is in its owner's *arena*, memory
+that peers can map (arena.py). A rank maps a peer's arena when a call first needs it. Before a rank reduces a peer's
+data that is not in an arena, it copies that data into its own slots.
 
-In an all_reduce a rank reduces its slice of all arrays into its own array and then publishes. No other rank accesses
-this slice of the array before it is published. The rank also stores the result into the arrays of peers that are in
-mapped arenas. Every other peer copies the result into its own array, over elements that this rank has already read.
+In an all_reduce a rank reduces its slice of all arrays into its own array, and then publishes a round. No other rank
+accesses this slice of this rank's array before that. The rank also stores the result into those arrays of peers that
+are in mapped arenas. Every other peer copies the result into its own array, over elements that this rank has already
+read.
 
 Invariants:
 
@@ -20,9 +21,9 @@ Invariants:
   all, because the kernel keeps memory while it reads from it.
 - No rank writes into an array after the owner's failed call has returned. A rank that stores a result into peers'
   arrays sets PUSHING (layout.py), then checks for FAILED, then writes a piece, then clears PUSHING. The owner publishes
-  FAILED, then waits until no peer has PUSHING set. Each side stores first and loads second, with a full barrier between
-  (on x86 a locked instruction), so at least one of them sees the other's store. If a writer was stopped inside a piece,
-  the owner withdraws its array from the arena (arena.py, `withdraw`).
+  FAILED, then waits until no peer has PUSHING set. Each side first stores its own word and then loads the other's, with
+  a full barrier between (on x86 a locked instruction), so at least one of them sees the other's store. If a writer's
+  process was stopped while it wrote a piece, the owner withdraws its array from the arena (arena.py, `withdraw`).
 
 Ranks copy at most PIECE bytes at a time and check in between whether they must return to Python (`time_is_up`).
 `tests/shm/test_single_copy_model.py` explores the schedules of this protocol.
@@ -58,14 +59,14 @@ PIECE = 4 << 20  # bytes, which take a third of a millisecond
 # Bytes of a peer that a rank copies to its slots and then reduces: a quarter of an L2 cache.
 REDUCED_AT_ONCE = 256 << 10
 PUSHED_AT_ONCE = 64 << 10  # bytes reduced before they are stored to peers; 16 to 256 KiB took the same time
-NOTHING = 3  # result of `kind_of_blocks`: there is no block
+NOTHING = 3  # result of `kind_of_blocks`: the table has no blocks
 _READ, _PUSHING = number_of("shm.single_copy.piece_read"), number_of("shm.single_copy.pushing")
 _LINE_OF_ELEMENTS = 64  # slices begin at multiples of it, so that no two ranks write to one cache line
 
 
 @inlined
 def _arena_of(c, address, nbytes):
-    """Base of this process's arena if these bytes are in it and it is not shut, else 0."""
+    """Return the base of this process's arena if these bytes are in it and peers may read them there, else 0."""
     arena = load_word(c, at.ARENA)
     base = load_word(arena, BASE)
     return (
@@ -87,8 +88,8 @@ def kind_of(c, address, nbytes):
 def kind_of_blocks(c, which):
     """Return SHARED if all blocks of a table are in this process's arena, else ORDINARY; NOTHING: no blocks.
 
-    Return 0 if the blocks differ in size: the call cannot be direct then, because other ranks, which see other sizes,
-    may choose another algorithm.
+    Return 0 if the blocks differ in size. Such a call must not be direct, because other ranks know other sizes and may
+    choose another algorithm.
     """
     kind, found = NOTHING, v.NO_MESSAGE
     for peer in range(load_word(c, at.SIZE)):
@@ -132,7 +133,7 @@ def _is_mapped(c, peer, base):
 
 @inlined
 def _here(c, peer, base, address, nbytes):
-    """Address of a peer's bytes in this process if they are in the arena that it has published, else 0."""
+    """Return the address in this process of a peer's bytes if they are in the peer's published arena, else 0."""
     inside = 0 <= address - base <= load_word(r.table(c, at.ARENA_BYTES), peer) - nbytes
     return address + load_word(r.table(c, at.ARENA_SHIFTS), peer) if base != 0 and inside else 0
 
@@ -152,7 +153,7 @@ def _read(c, peer, dst, src, nbytes):
 
 @inlined
 def _check_sound(c, peer):
-    """Return DONE if a peer had not failed the group when its array was read, else AGAIN."""
+    """Return DONE if a peer has not failed the group, so that the data read from its array is valid; else AGAIN."""
     if load_acquire(r.section(c, peer) + layout.STATE) != FAILED:
         return DONE
     store_word(c, at.LATE, peer)
@@ -180,7 +181,10 @@ def _go_to(c, shift):
 
 @kernel
 def _fetch(c, peer, dst, src, nbytes, here):
-    """Copy nbytes of a peer, or the rest from DID on: from `here` if it is not 0, else by the system call."""
+    """Copy nbytes of a peer's array, of which DID bytes are copied already.
+
+    Copy from address `here` of this process, or by the system call from address `src` of the peer if `here` is 0.
+    """
     while load_word(c, at.DID) < nbytes:
         did = load_word(c, at.DID)
         part = min(PIECE, nbytes - did)
@@ -199,7 +203,10 @@ def _fetch(c, peer, dst, src, nbytes, here):
 
 @kernel
 def exchange(c, call, shape, balance, spread):
-    """Copy peers' blocks into those of the table TAKES; peers read those of GIVES; see `run_exchange` (movement.py)."""
+    """Copy peers' blocks into the blocks of table TAKES; the peers read the blocks of table GIVES.
+
+    `spread` is explained in `run_exchange` (movement.py).
+    """
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
     sends, send_sizes = r.table(c, at.GIVES), r.table(c, at.GIVES + 1)
     receives, receive_sizes = r.table(c, at.TAKES), r.table(c, at.TAKES + 1)
@@ -289,10 +296,11 @@ def _push(c, src, offset, nbytes):
 
 @kernel
 def _reduce_slice(c, spec, dst, offset, nbytes, push):
-    """Reduce nbytes of all ranks' arrays, from `offset` on, into dst, or the rest from DID on.
+    """Reduce nbytes of all ranks' arrays, from `offset` on, into dst; DID bytes are reduced already.
 
-    `push`: store the result into peers' arrays as well. Data that the system call reads goes into this rank's slots
-    first. After the meeting they are free, except the slot of the call's first round, which may have addresses.
+    `push`: whether to store the result into peers' arrays as well. Data that the system call reads goes into this
+    rank's slots first. After the meeting the slots are free, except that of the call's first round, which may have
+    addresses.
     """
     rank, size, itemsize = load_word(c, at.RANK), load_word(c, at.SIZE), load_word(spec, v.ITEMSIZE)
     sources = r.table(c, at.SOURCES)
@@ -338,7 +346,7 @@ def _begin_with_one(c, x, nbytes, call, base):
 
 @kernel
 def all_reduce(c, x, nbytes, spec, call):
-    """Reduce this rank's slice of all arrays, then store it into peers' arrays or let peers read it."""
+    """Reduce this rank's slice of all arrays, then store the result into peers' arrays or let the peers read it."""
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
     unit = _LINE_OF_ELEMENTS * load_word(spec, v.ITEMSIZE)
     base = 0

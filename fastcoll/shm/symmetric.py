@@ -9,12 +9,13 @@ all ranks' arrays and stores the result into all of them. It begins after the me
 has not begun the call may still use its array. A second round ends when all slices are stored. No two ranks write to
 the same cache line.
 
-Other ways were measured (2 ranks on 2 cores of an EPYC). If ranks read the result instead of storing it, a third round
-is needed; this took 3 to 9 % longer up to 4 MiB, and as long for larger arrays. Stores past the caches took up to 40 %
-longer. A reduce_scatter that reads peers' arrays directly took as long as the ordinary one.
+Three alternatives were measured (2 ranks on 2 cores of an EPYC). If each rank reads the results of its peers instead of
+storing its own result into their arrays, a third round is needed; this took 3 to 9 % longer up to 4 MiB, and as long
+for larger arrays. Stores past the caches took up to 40 % longer. A reduce_scatter that reads peers' arrays directly
+took as long as the ordinary one.
 
-The table lists the ranges of this process's memory that are symmetric arrays of the group. The compiled functions that
-Python calls (*entries*) look addresses up in it.
+A table lists the ranges of this process's memory that are symmetric arrays of the group. The compiled functions that
+Python calls (*entries*) look up the addresses of a call's arrays in it.
 
     word 0      number of rows that were ever used
     row         ROW_WORDS words: START address of this rank's array (0: free), its NBYTES, ID of its segment, which
@@ -68,14 +69,14 @@ ROW_WORDS = 4
 Words = np.ndarray[Any, np.dtype[np.int64]]
 MOST_ROWS = 1 << 16  # about as many segments as Linux lets a process map
 
-_COPY_BYTES = 64 << 20  # bytes, which take a few ms; then Python sees signals
+_COPY_BYTES = 64 << 20  # bytes, which take a few ms; after them, Python handles signals
 Exchange = Callable[[str], list[str]]
 """Exchanges notes of at most signature.NOTE_BYTES with all ranks; collective."""
 
 
 @kernel
 def find_row(c, address, nbytes):
-    """Return the address of the row of the array that contains these bytes; 0: no symmetric array does."""
+    """Return the address of the row of the array that contains these bytes; 0: no symmetric array contains them."""
     table = load_word(c, at.SYMMETRIC)
     for k in range(load_acquire(table)):
         row = table + 8 * (1 + ROW_WORDS * k)
@@ -117,9 +118,9 @@ class SymmetricTable:
 
 
 # Bytes. Smaller arrays use the ordinary algorithm, which waits for all ranks once instead of twice. Microseconds of an
-# all_reduce after an in-place product of the array, ordinary and in place (2 cores of an EPYC; docs/symmetric.md): for
-# 8 KiB 2.5 and 1.7 with 2 ranks, 10.6 and 13.6 with 4 ranks; for 16 KiB 3.5 and 2.0 with 2 ranks, 14.1 and 13.3 with 4
-# ranks.
+# all_reduce after an in-place product of the array, first by the ordinary algorithm, then by the one of this file (2
+# cores of an EPYC; docs/symmetric.md): for 8 KiB 2.5 and 1.7 with 2 ranks, 10.6 and 13.6 with 4 ranks; for 16 KiB 3.5
+# and 2.0 with 2 ranks, 14.1 and 13.3 with 4 ranks.
 SMALLEST = 16 << 10
 PIECE = 64 << 10  # bytes reduced before they are stored to the peers; 16 to 256 KiB took the same time
 _LINE_OF_ELEMENTS = 64  # slices begin at multiples of it, so that no two ranks write to one cache line
@@ -145,7 +146,7 @@ def all_reduce_in_place(c, x, nbytes, spec, call, row):
     call += OPERATION - _ORDINARY
     balance = _balance_of(c, load_word(row, ID) + x - load_word(row, START))
     if load_word(c, at.WROTE) == 0:
-        # For the report of a mismatch: the array, and the offset in it.
+        # If the calls do not match, the error shows the array, and the offset in it.
         store_word(r.table(c, at.GIVES + 1), 0, load_word(row, ID))
         store_word(r.table(c, at.GIVES + 1), 1, x - load_word(row, START))
         store_word(c, at.DID, 0)
@@ -209,7 +210,7 @@ def await_signal(backoff: Index, word: Index, want: Index) -> int:
 
 
 class SymmetricArrays:
-    """The symmetric arrays of a group on one of its ranks; `fail` fails the group."""
+    """The symmetric arrays of a group on one of its ranks. `fail` is a function that fails the group."""
 
     def __init__(
         self, gate: Gate, monitor: Monitor, context: ShmContext, fail: Callable[[errors.GroupError], None]
@@ -243,8 +244,8 @@ class SymmetricArrays:
                         segment = (shared.Segment.create if maker else shared.Segment.attach)(name, layout)
                         failpoints.reach("shm.symmetric.after_segment")
                     except (errors.ResourceError, OSError) as refused:
-                        # A rank fails the group before it gives up and unlinks the name, so a failure of the group may
-                        # be the cause of this error.
+                        # A peer that gives up fails the group before it unlinks the name. So if the group has failed,
+                        # that may be the cause of this error, and is raised instead.
                         if (failure := self.monitor.decide((), f"symmetric.empty of {label}")) is not None:
                             self.fail(failure)
                             raise failure from None
@@ -263,7 +264,7 @@ class SymmetricArrays:
         return segment
 
     def _agree(self, exchange: Exchange, label: str) -> str:
-        """Return the segment's name if all ranks request the same array."""
+        """Return the segment's name if all ranks request the same array, else raise MismatchError."""
         name = shared.new_name() if self.gate.rank == 0 else ""
         if len(label.encode()) > signature.NOTE_BYTES // 2:
             label = f"{label[: signature.NOTE_BYTES // 8]}... ({zlib.crc32(label.encode()):#x})"
@@ -280,9 +281,9 @@ class SymmetricArrays:
 
 
 class ShmMemory(SymmetricMemory):
-    """The segment of one symmetric array, which is unmapped when this object is garbage-collected.
+    """The segment of one symmetric array.
 
-    Before that, its row is removed from the table.
+    When this object is garbage-collected, the array's row is removed from the table, and then the segment is unmapped.
     """
 
     channels = CHANNELS
@@ -325,7 +326,7 @@ class ShmMemory(SymmetricMemory):
         word = self._segment.address + self._layout.signal(rank, self.rank, channel)
         limit = arrays.gate.timeout if timeout is None else timeout
         wait: Wait | None = None
-        arrays.waits.add(incoming)  # now the group is busy, so it is aborted before it is destroyed
+        arrays.waits.add(incoming)  # now the group counts as busy, so `destroy` aborts it first
         try:
             arrays.gate.check_usable()
             while await_signal.call(incoming.address, word, incoming.taken + 1) != DONE:

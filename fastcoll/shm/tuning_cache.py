@@ -4,19 +4,20 @@ Rank 0 publishes the cached times when a group meets, so that all ranks begin wi
 rank 0 merges the group's own times into the file; `python -m fastcoll.bench --tune` measures all operations and sizes
 at once. The cache does not influence results, so no problem with the file is an error, and no job waits for it.
 
-    format      2; the other fields are of this format, and a file of another format is replaced
-    sections    a list of measurements, each under the same conditions:
+    format      2, the number of this format; a file of another format is replaced
+    sections    a list; each section has the measurements under one set of conditions:
         machine                     "AMD EPYC, family 26, model 2, 2 CPUs"
         ranks, cores, slot          of the group: number of ranks; "own" if each rank of the job has a core, else
                                     "shared"; bytes of a slot
-        command, date, calls        of the last measurement: what made it, when, and from how many calls
+        command, date, calls        of the last measurement: the command that made it, when, and from how many calls
         ns_per_mib                  {operation: {smallest bytes of a class: {algorithm: nanoseconds a MiB}}}
         one_shot                    bytes up to which all_reduce and reduce are one-shot; only from --tune
 
-Names that this version does not know are kept.
+Names in the file that this version does not know are kept.
 
-A one-shot reduction synchronises once, and every rank reduces everything. A two-shot reduction, for more bytes than the
-limit, synchronises twice: each rank reduces only its slice, and reads less data. Two ranks always use one-shot.
+In a *one-shot* reduction ranks synchronise once, and every rank reduces the complete arrays. In a *two-shot* reduction,
+for arrays above the limit, ranks synchronise twice: each rank reduces only its slice, and so reads less data. Two ranks
+always use one-shot.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Times = dict[str, dict[str, dict[str, int]]]
 
 FORMAT = 2
 RUNNING = "learned while running"
-_NOTHING = "none"  # value of FASTCOLL_TUNING: neither read nor write a file
+_NOTHING = "none"  # value of FASTCOLL_TUNING with which no file is read or written
 _MOST_SECTIONS = 64  # of 5 KB each; the oldest are dropped
 _LARGEST = 1 << 40  # ns a MiB: 18 minutes
 
@@ -61,7 +62,7 @@ class Conditions(NamedTuple):
 
 
 def path() -> Path | None:
-    """Path of the file: FASTCOLL_TUNING, or in the user's configuration directory; None: no file is used."""
+    """Return the path of the file: FASTCOLL_TUNING, or in the user's configuration directory; None: no file is used."""
     named: str = config.get("FASTCOLL_TUNING")
     if named == _NOTHING:
         return None
@@ -93,7 +94,7 @@ _read_files: dict[Path, list[dict[str, Any]]] = {}
 
 
 def sections() -> list[dict[str, Any]]:
-    """Return this machine's sections with this process's own measurements; the file is read once."""
+    """Return this machine's sections, updated by this process's own measurements. The file is read only once."""
     file = path()
     if file is None:
         return []
@@ -117,10 +118,10 @@ def _read(file: Path) -> str:
 
 
 def one_shot_limit(size: int) -> int:
-    """One-shot limit in bytes for a group of `size` ranks: this machine's own if --tune has measured one."""
+    """Return the one-shot limit in bytes for a group of `size` ranks: one that --tune has measured, or a default."""
     tuned: dict[int, int] = {s["ranks"]: s["one_shot"] for s in sections() if "one_shot" in s}
     known = {**ONE_SHOT, **tuned}
-    # A size that was not measured uses the limit of the next larger one, or of the largest.
+    # A group size without a limit uses the limit of the next larger size that has one, or else of the largest.
     return known[min((ranks for ranks in known if ranks >= size), default=max(known))]
 
 
@@ -138,7 +139,7 @@ def parse(text: str) -> list[dict[str, Any]]:
 
 
 def _usable(section: Any) -> dict[str, Any] | None:
-    """Return a section without invalid fields; None: its conditions are invalid."""
+    """Return a section without its invalid fields; None if the fields of its conditions are invalid."""
     try:
         usable = {**section, "machine": str(section["machine"]), **_conditions(section)._asdict()}
     except (KeyError, TypeError, ValueError):
@@ -174,7 +175,7 @@ def save(
 ) -> Path | None:
     """Merge a group's times into the file; return the file's path, or None if nothing has changed.
 
-    Times that a `command` has measured on purpose replace the cached ones.
+    Times that `--tune` has measured replace the cached ones. `command` is RUNNING for all other times.
 
     Raises:
         OSError: the file cannot be written, or another process is writing it. This process uses the times anyway.
@@ -235,7 +236,7 @@ def with_section(
     command: str,
     one_shot: int | None = None,
 ) -> list[dict[str, Any]] | None:
-    """Return the sections with times merged into the one of `conditions`; None: nothing has changed."""
+    """Return the sections with times merged into the section of `conditions`; None: nothing has changed."""
     others: list[dict[str, Any]] = []
     mine: dict[str, Any] = {"machine": machine(), **conditions._asdict(), "ns_per_mib": {}}
     for section in old:
@@ -253,7 +254,11 @@ def with_section(
 
 
 def merged(known: Times, times: Times, fresh: bool) -> Times:
-    """Merge new times: a shorter one counts at once, a longer one by a quarter; with `fresh` every new time counts."""
+    """Merge new times into the `known` ones.
+
+    A shorter time replaces the known one, and a longer time counts by a quarter. With `fresh` every new time replaces
+    the known one.
+    """
     updated = {
         operation: {size: {**algorithms} for size, algorithms in known[operation].items()}
         for operation in known

@@ -2,8 +2,8 @@
 
 A table has times in ticks, and identifies operations, classes and algorithms by numbers; the cache has nanoseconds and
 names. Only rank 0 of a group converts times, because two ranks that calibrate the processor's clock get slightly
-different results. It publishes ticks (meeting.py), and all ranks fill their tables with these when the group meets.
-Times of messages are not kept: posted messages are not measured, so an outdated time would never be corrected
+different results. Rank 0 publishes ticks (meeting.py), and all ranks fill their tables with these when the group meets.
+The cache has no times of messages: posted messages are not measured, so an outdated time would never be corrected
 (rings.py).
 """
 
@@ -24,13 +24,13 @@ from . import tuning_cache
 from .tuning_cache import Conditions, Times
 
 COLLECTIVES = (*OPERATIONS, *(f"shared:{name}" for name in OPERATIONS))
-"""Operations of a context's table: on arrays anywhere, then on arrays in arenas (rounds.py)."""
+"""Operations of a context's table: first those on arrays anywhere, then those on arrays in arenas (rounds.py)."""
 
 _CLASSES = tuple(str(a.SMALLEST << 2 * number) for number in range(a.CLASSES))
 
-# Rows with at least this many calls are saved: by then, all algorithms have been tried, and the best one often.
+# A row is saved if it has had this many calls: by then, all algorithms have been tried, and the best one often.
 _ENOUGH = 32
-# Back-off, in calls, of an algorithm without a time in a row that has times: as if it took twice the time of the best.
+# In a row with times, the back-off in calls of an algorithm without a time, as if it took twice the time of the best.
 _UNKNOWN = a.SHARE * a.ALGORITHMS
 _NANOSECONDS = 1_000_000  # duration of the measurement of the clock's rate
 
@@ -58,11 +58,11 @@ def _ticks_a_nanosecond() -> float:
 
 
 def to_publish(ranks: int, slot: int) -> list[list[Any]]:
-    """Return what rank 0 publishes: the cached times of groups with this number of ranks and this slot size.
+    """Return the data that rank 0 publishes: the cached times of groups with this number of ranks and this slot size.
 
-    Each item has `cores` (tuning_cache.py), the times in ticks, and the fraction of the back-off that is left until
-    algorithms may be tried. The fraction is random, so that programs that are too short for a whole back-off try
-    algorithms too, for the same share of their time.
+    Each item has `cores` (tuning_cache.py), the times in ticks, and the fraction of the algorithms' back-off that is
+    left. The fraction is random, so that algorithms are tried also in programs that are too short for a complete
+    back-off, and take the same share of the time on average.
     """
     found = [
         s for s in tuning_cache.sections() if (s["ranks"], s["slot"]) == (ranks, slot) and s["ns_per_mib"]
@@ -82,7 +82,7 @@ def _each(times: Mapping[str, Any], convert: Callable[[int], int]) -> dict[str, 
 
 
 def matching(sections: Iterable[Sequence[Any]], conditions: Conditions) -> tuple[Times, float]:
-    """Select the times in ticks, and the fraction of the back-off left, for a group's conditions."""
+    """Return the times in ticks, and the fraction of the back-off that is left, for a group's conditions."""
     same = [s[1:] for s in sections if s[0] == conditions.cores]
     return (same[-1][0], same[-1][1]) if same else ({}, 1.0)
 

@@ -21,12 +21,13 @@ from . import rounds as r
 CALL, REDUCER, CODE, ITEMSIZE = range(4)
 NO_MESSAGE = -1  # size in a table: no message between the two ranks
 MEMO_PROBES = 8  # slots of the memo in which a spec may be
-BY_CALL = 1  # instead of a ReduceOp's address, if the key is a caller's call word, not a dtype's address
+# In a key of the memo: stands in place of a ReduceOp's address if a call word stands in place of a dtype's address.
+BY_CALL = 1
 
 
 @inlined
 def memo_slot(dtype, op, operation, probe):
-    """Index of the memo's slot to check at probe number `probe`; `dtype` and `op` are addresses."""
+    """Return the index of the memo's slot for probe number `probe`; `dtype` and `op` are addresses."""
     return ((dtype >> 4) + (op >> 4) * 7 + operation * 37 + probe) & (at.MEMO_ENTRIES - 1)
 
 
@@ -42,7 +43,10 @@ def _find_spec(c, operation, dtype, op):
 
 @inlined
 def spec_of(c, handle, operation, x, op):
-    """Return the spec of a call on the array at x; 0: Python must prepare the call. `op` is 0 if it moves data."""
+    """Return the spec of a call on the array at x; 0: Python must prepare the call.
+
+    `op` is the address of the ReduceOp, or 0 if the call does not reduce.
+    """
     if handle & r.PREPARED:
         return load_word(c, at.GIVEN)
     if word_at(x + py.TYPE) != load_word(c, at.NDARRAY):
@@ -52,7 +56,10 @@ def spec_of(c, handle, operation, x, op):
 
 @inlined
 def spec_by_call(c, handle, operation, call):
-    """Return the spec of a compiled caller's call by its call word, see callers/descriptors.py; 0: Python must help."""
+    """Return the spec of a compiled caller's call by its call word (callers/descriptors.py).
+
+    0: Python must prepare the call.
+    """
     if handle & r.PREPARED:
         return load_word(c, at.GIVEN)
     return _find_spec(c, operation, call, BY_CALL)
@@ -98,8 +105,8 @@ def nbytes_of(x, spec):
 def list_blocks(c, handle, which, holder, like, spec, flags):
     """Fill the tables `which` (addresses) and `which + 1` (sizes) from a tuple of arrays, or from one array.
 
-    One array is divided into equal blocks of rows. `like` is an array with the dtype that the blocks must have. Return
-    False if Python must prepare the call. None in a PREPARED tuple means no message.
+    If `holder` is one array, it is divided into equal blocks of rows. `like` is an array with the dtype that the blocks
+    must have. Return False if Python must prepare the call. None in a PREPARED tuple means that no block is sent.
     """
     size = load_word(c, at.SIZE)
     if word_at(holder + py.TYPE) == load_word(c, at.TUPLE):
@@ -149,7 +156,7 @@ def _touches(c, which, address, nbytes, among, mine):
 
 @inlined
 def are_apart(c, handle, address, nbytes, which, own):
-    """Whether an array shares no memory with the blocks of a table; with `own` it may be this rank's block."""
+    """Whether an array shares no memory with the blocks of a table. With `own` it may be this rank's own block."""
     if handle & r.PREPARED:
         return True
     rank = load_word(c, at.RANK)
