@@ -40,10 +40,10 @@ class Messages(Protocol):
         """Post a receive as `irecv` does, wait for it, and return the sender's rank. Raises the errors of `send`."""
 
     def isend(self, x: ImportedArray, dst: int, tag: int) -> Work:
-        """Post a send. The caller may not change the array until the send is complete.
+        """Post a send. The caller must not change the array until the send is complete.
 
         A send is complete when a receive has taken the message. A send to this rank itself is complete as soon as the
-        message is buffered or, with NCCL, as soon as its receive is posted.
+        message is buffered or, with NCCL, as soon as the matching receive is posted.
         """
 
     def irecv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> Work:
@@ -370,7 +370,10 @@ class StreamCall(ABC):
         """
 
     def __call__(self) -> None:
-        """Start the call and make the stream wait for it, for callers that expect a call without arguments."""
+        """Start the call, and make the arrays' library's current stream wait for it.
+
+        For callers that expect a call without arguments.
+        """
         self.start("a call on a GPU", ()).wait()
 
 

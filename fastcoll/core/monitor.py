@@ -26,7 +26,7 @@ _log = logging.getLogger("fastcoll")
 # The states of a rank. A rank is IN_ORDER until it publishes another state. A rank that is LEAVING starts no more
 # operations, but still receives messages.
 IN_ORDER, LEFT, FAILED, LEAVING = range(4)
-_MOST_CHARACTERS = 300  # of an exception's text
+_MOST_CHARACTERS = 300  # of an exception's text in an exit reason
 
 
 def describe_exit(error: BaseException | None, ended: bool = False) -> str:
@@ -222,7 +222,7 @@ class Wait:
                 [self._monitor.members[rank].rank for rank in late],
             )
         if found is not None and self._seen:
-            # Without the tracebacks of earlier raises, which would keep their frames and arrays alive.
+            # Raise without the tracebacks of earlier raises, which would keep their frames and arrays alive.
             raise found.with_traceback(None)
         self._seen = found is not None
         if waited >= self._warn_after:

@@ -33,8 +33,8 @@ LARGEST_TAG = (1 << 31) - 1
 ANY_TAG = -1
 """The tag of a receive that accepts messages with any user's tag."""
 OBJECTS_TAG = LARGEST_TAG + 3
-"""The tag of messages with objects. Their bytes are unpickled, so no user's array may have it. The two tags before it
-belong to gpu/nccl/messages.py."""
+"""The tag of messages with objects. Their bytes are unpickled, so users cannot send arrays with this tag. The two tags
+before it belong to gpu/nccl/messages.py."""
 
 JAX_TAGS = 1 << 32
 """Added to the tags of fastcoll.jax's messages, so that none of them matches a receive posted from Python."""

@@ -75,8 +75,8 @@ The tuple has the output, then the input if that is another array; for a call wi
 function returns False, the fast method calls the group's method.
 """
 Folds = Callable[[ReduceOp], bool] | None
-"""A function: whether `Run` completes reductions with this op. (AVG may need a division afterwards.) None: it completes
-all reductions."""
+"""A function that returns whether `Run` completes reductions with an op. (AVG may need a division afterwards.) None:
+`Run` completes all reductions."""
 
 
 def fast_methods(

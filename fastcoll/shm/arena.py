@@ -251,7 +251,7 @@ _is_locked = False
 def _before_fork() -> None:
     """Take the allocator's lock, and copy the blocks in use.
 
-    If another thread held the lock during the fork, no thread of the child could release it.
+    The lock is taken because, if another thread held it during the fork, no thread of the child could release it.
     """
     global _copy, _is_locked
     _making.acquire()
@@ -262,7 +262,7 @@ def _before_fork() -> None:
     while not (_is_locked := bool(_lock(STATE_ADDRESS, 1))) and time.monotonic() < end:
         os.sched_yield()
     if not _state[a.LIMIT]:
-        return  # this process was forked itself, and its arrays are in private memory
+        return  # this process is itself a child of a fork without a copy: its arrays are in private memory
     try:
         _copy = _copied()
     except (OSError, ResourceError) as error:
@@ -325,7 +325,7 @@ def _after_fork_in_child() -> None:
 
 
 def _replace_in_child() -> None:
-    """Make the copy this child's arena; without a copy, map the parent's arena privately."""
+    """Use the copy of the parent's arena as this child's arena; without a copy, map the parent's arena privately."""
     base, limit, fd = int(_state[a.BASE]), int(_state[a.RANGE]), int(_state[a.FD])
     if _copy is not None:
         _libc.mremap(_copy.address, limit, limit, _MREMAP_TO, base)

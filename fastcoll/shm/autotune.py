@@ -141,7 +141,7 @@ def choose(t, operation, nbytes, algorithms, phase):
     if number >= WARM:
         if number % LOOK == phase:
             algorithm = _to_try(row, algorithms, algorithm, number)
-        elif number % LOOK == (phase + 2) % LOOK:  # the first time of the last try is recorded by now
+        elif number % LOOK == (phase + 2) % LOOK:  # the time of the try two calls ago is recorded by now
             algorithm = _to_try_again(row, algorithms, algorithm)
     store_word(t, ALGORITHM, algorithm)
     store_word(t, LAG, ROUNDS_AHEAD if algorithm in (AHEAD, AHEAD_OUT) else 0)

@@ -8,7 +8,7 @@ Header: words that rank 0 writes before other ranks attach, and that no rank wri
     word 1   nonce, which proves that two ranks have mapped the same segment
     word 2   number of ranks
     word 3   ONE_SHOT_LIMIT, the limit of one-shot reductions that rank 0 has chosen for all ranks (tuning_cache.py)
-    word 4   ALGORITHMS that all ranks may use, as bits, by FASTCOLL_SHM_ALGORITHMS on rank 0 (autotune.py)
+    word 4   ALGORITHMS that all ranks may use, as bits: those of FASTCOLL_SHM_ALGORITHMS on rank 0 (autotune.py)
 More than FLAT ranks meet in groups of GROUP ranks (rounds.py). Then the header also has two *combined lines* for each
 group, from COMBINED on: one for even call numbers and one for odd ones. Any rank of the group may write them. A
 combined line has the fields of a call line (below), but its payload consists of one word from each rank's payload.

@@ -19,8 +19,8 @@ Invariants:
   the negative number, so that a second wait for the same request sees that the first one has finished. The engine, if
   it takes the request over, swaps in 0. Only the thread that succeeded releases the array, so it is released once.
 - A thread that reuses a record stores 0 to NUMBER and then writes STATE, PEER and OWNER, all with release. A thread
-  that waits for the record's previous request reads PEER, with acquire, and then checks NUMBER: if NUMBER still belongs
-  to its request, so does PEER.
+  that waits for the record's previous request reads PEER, with acquire, and then checks NUMBER. If NUMBER is still that
+  of the previous request, the PEER that was read also belongs to that request.
 - No number is used twice. From the lowest bits up, it has the record's index, a counter, and bits that differ between
   mailboxes.
 """
@@ -69,7 +69,7 @@ _IDLE, _MOVED, _STUCK = 0, 1, 2  # results of `_progress`
 _TRIES = 200  # tries to take BUSY; another thread may hold it only to check whether it has anything to do
 _DTYPES = (1 << DTYPE_BITS) - 1
 _ROUNDS_A_CALL = 2048  # at most 128 MiB, which take 20 ms, between two checks for signals
-_MOST_IN_VAIN = 1 << 16  # tests without progress, at least 3 ms; then Python checks the clock and the peers
+_MOST_IN_VAIN = 1 << 16  # tests without progress, in at least 3 ms; then Python checks the clock and peers
 
 assert r.RECORDS_AT_MOST <= _FIRST
 
@@ -280,7 +280,10 @@ def _push(m, channel, peer):
 
 @kernel
 def _accept(m, channel, peer):
-    """Match the header of the peer's next message, if it has arrived, with a receive."""
+    """If the header of the peer's next message has arrived, match the message with a receive.
+
+    Return _STUCK if Python must handle the message, because no receive matches it or its size or dtype differs.
+    """
     idle = load_word(channel, r.IN_TAIL) == load_word(channel, r.IN_END)
     if not (idle and r.has_ack_space(channel) and r.sees_header(m, channel)):
         return _IDLE
@@ -311,7 +314,7 @@ def _pull(m, channel, record):
 
 @kernel
 def _progress(m):
-    """Progress all requests."""
+    """Progress all requests; return _MOVED, _IDLE, or _STUCK if Python must handle a message."""
     progress = _IDLE
     for index in range(load_word(_table(m), r.USED)):
         record = _record(m, index)
@@ -392,7 +395,7 @@ def wait_call(m, number, out, nbytes, call, peer):
 
 
 def test_call(m, number, out, nbytes, call, peer):
-    """Return -2 if the request has ended, -1 if it has not."""
+    """Return -2 if the request has ended, -1 if it has not, or LATER if Python must test it."""
     if _is_over(m, number):
         return -2
     record = _record_of(m, number)
@@ -430,7 +433,7 @@ def _ended_one(m, numbers, count):
 
 
 def wait_any_call(m, numbers, out, count, call, peer):
-    """Wait until one of these requests has ended; return -1 - its index."""
+    """Wait until one of these requests has ended; return -1 - its index, or LATER if Python must continue."""
     if not _take(m):
         return LATER
     idle = rounds = 0

@@ -108,7 +108,10 @@ def begin(mailbox: Index, peer: Index, address: Index, nbytes: Index, kind: Inde
 
 @entry
 def accept(mailbox: Index, peer: Index, address: Index) -> int:
-    """Begin to receive the message whose header `advance` has read into memory at `address` (0: drop the payload)."""
+    """Begin to receive the message whose header `advance` has read.
+
+    The payload goes into memory at `address`; 0: it is dropped.
+    """
     m = integer(mailbox)
     channel = channel_of(m, integer(peer))
     r.accept_message(
@@ -196,7 +199,7 @@ def run_send(m, peer, data, nbytes, kind):
 
 @inlined
 def is_kind(kind):
-    """Whether `kind` has a tag of users or of JAX programs."""
+    """Whether the tag in `kind` is one that users or JAX programs may use."""
     return 0 <= kind >> DTYPE_BITS <= LARGEST_TAG or JAX_TAGS <= kind >> DTYPE_BITS <= JAX_TAGS + LARGEST_TAG
 
 
@@ -342,7 +345,10 @@ def post_receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size
 
 @inlined
 def _takes_armed(m, channel):
-    """Receive the message whose header was read, if it matches the armed receive, is small and has fully arrived."""
+    """Receive the message whose header was read, if it matches the armed receive, is small and has fully arrived.
+
+    Return whether it was received.
+    """
     if load_word(channel, r.IN_KIND) != load_word(channel, r.ARMED_KIND):
         return False
     nbytes = load_word(channel, r.IN_NBYTES)

@@ -190,7 +190,10 @@ def begin_message(channel, address, nbytes, kind, algorithm):
 
 @inlined
 def _reaches(channel, seen, address, least):
-    """Whether a peer's count at `address` is at least `least`; word `seen` of the channel caches the count."""
+    """Whether a peer's counter at `address` is at least `least`.
+
+    Word `seen` of the channel has the counter's last known value; the counter is read only if that value is too small.
+    """
     if load_word(channel, seen) >= least:
         return True
     store_word(channel, seen, load_acquire(address))
@@ -199,7 +202,7 @@ def _reaches(channel, seen, address, least):
 
 @inlined
 def has_room(m, channel, nbytes):
-    """Whether nbytes more fit into the ring to the peer."""
+    """Whether the ring to the peer has room for nbytes."""
     least = load_word(channel, OUT_HEAD) + nbytes - load_word(m, RING)
     return _reaches(channel, OUT_TAIL, load_word(channel, OUT) + TAIL, least)
 
@@ -287,7 +290,7 @@ def sees_header(m, channel):
 
 @inlined
 def accept_message(channel, address, algorithm):
-    """Begin to receive the message whose header was read into memory at `address` (0: drop the payload)."""
+    """Begin to receive the message whose header was read, into memory at `address`; 0: its payload is dropped."""
     tail = load_word(channel, IN_TAIL)
     store_word(channel, IN_BODY, tail + FRAME_HEADER)
     is_direct = load_word(channel, IN_FROM) != 0

@@ -27,12 +27,12 @@ Invariants:
 
 More than layout.FLAT ranks meet in groups. A rank waits for the lines of its own group, then for the combined lines of
 all groups. A combined line has the values of one line that stands for all ranks of the group. The first rank that has
-read all lines of its group writes it. A fixed leader would be slower where ranks share cores, because all
-ranks would wait until the leader is scheduled. Several ranks may write the line at the same time: they store the same
-words, which depend only on the group's lines. A chain of release stores and acquire loads makes a rank's earlier writes
-visible to every rank that has completed the meeting. The second invariant holds for these lines as well. When a rank
-has completed the meeting of call s + 1, every rank has begun that call and so has finished call s. No rank reads a line
-of call s, or writes a combined line of call s, after that.
+read all lines of its group writes the combined line. A fixed leader would be slower where ranks share cores, because
+all ranks would wait until the leader is scheduled. Several ranks may write the line at the same time: they store the
+same words, which depend only on the group's lines. A chain of release stores and acquire loads makes a rank's earlier
+writes visible to every rank that has completed the meeting. The second invariant holds for these lines as well. When a
+rank has completed the meeting of call s + 1, every rank has begun that call and so has finished call s. No rank reads a
+line of call s, or writes a combined line of call s, after that.
 
 `tests/shm/test_rounds_model.py` explores the schedules of this protocol.
 
@@ -79,7 +79,7 @@ TIMED_EVERY, TIMED_FROM = 64, 64 << 10
 ORDINARY, SHARED = 1, 2
 _OPERATIONS = len(OPERATIONS)
 
-# Each is the number of the first operation's failpoint; the other operations' failpoints have the next numbers.
+# Each is the number of a failpoint of the first operation; those of the other operations have the next numbers.
 _ENTER, _PUBLISHED = number_of("shm.OPERATION.enter"), number_of("shm.OPERATION.after_publish")
 _MID_CHUNK, _MET = number_of("shm.OPERATION.mid_chunk"), number_of("shm.OPERATION.after_meeting")
 _BEFORE_DONE, _AFTER_DONE = number_of("shm.OPERATION.before_done"), number_of("shm.OPERATION.after_done")
@@ -222,7 +222,7 @@ def _await_all(c, offset, want):
 
 @inlined
 def open_slot(c):
-    """Wait until every peer has read the slot that this rank writes next."""
+    """Wait until every peer has read the old content of the slot that this rank writes next."""
     want = load_word(c, at.ROUND) + load_word(c, at.WROTE) - layout.SLOTS + 1
     if load_word(c, at.SEEN) >= want:
         return DONE

@@ -115,8 +115,8 @@ class Segment:
     def prefault(self, rank: int) -> None:
         """Populate this process's page table now, instead of page by page in the first large calls.
 
-        Populate all pages of a small segment, else those of this rank's section. 8 MiB take 3.4 ms in both cases
-        (2-core VM, Linux 6.18).
+        Populate all pages of a small segment; of a large one, the pages of this rank's section. To populate 8 MiB takes
+        3.4 ms (2-core VM, Linux 6.18).
         """
         whole = self.layout.nbytes <= _PREFAULT_BYTES
         start, nbytes = (0, self.layout.nbytes) if whole else (self.layout.section(rank), self.layout.stride)
@@ -193,7 +193,7 @@ def sweep(gone: Iterable[ProcessId] = ()) -> list[str]:
     """
     swept = []
     for name in stale(gone):
-        with contextlib.suppress(posix_ipc.Error):  # a similar name of another user
+        with contextlib.suppress(posix_ipc.Error):  # another user's file may have a similar name
             unlink(name)
             swept.append(name)
     return swept

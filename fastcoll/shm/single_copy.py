@@ -61,7 +61,7 @@ REDUCED_AT_ONCE = 256 << 10
 PUSHED_AT_ONCE = 64 << 10  # bytes reduced before they are stored to peers; 16 to 256 KiB took the same time
 NOTHING = 3  # result of `kind_of_blocks`: the table has no blocks
 _READ, _PUSHING = number_of("shm.single_copy.piece_read"), number_of("shm.single_copy.pushing")
-_LINE_OF_ELEMENTS = 64  # slices begin at multiples of it, so that no two ranks write to one cache line
+_LINE_OF_ELEMENTS = 64  # slices begin at multiples of 64 elements, so that ranks share no cache line
 
 
 @inlined
@@ -392,7 +392,7 @@ def all_reduce(c, x, nbytes, spec, call):
 
 @kernel
 def reduce(c, out, x, nbytes, spec, call, root):
-    """Reduce all arrays on the root, which reads them."""
+    """Reduce all ranks' arrays on the root, which reads them; other ranks wait until the root has read theirs."""
     here = load_word(c, at.RANK) == root
     code = _begin_with_one(c, x, nbytes, call, _arena_of(c, x, nbytes))
     if code != DONE:
@@ -412,7 +412,7 @@ def reduce(c, out, x, nbytes, spec, call, root):
 
 @kernel
 def reduce_scatter(c, out, nbytes, shape, spec, call):
-    """Reduce the blocks that all ranks have for this rank."""
+    """Read and reduce the blocks that all ranks have for this rank."""
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
     if load_word(c, at.WROTE) == 0:
         if r.open_slot(c) != DONE:

@@ -71,7 +71,7 @@ MOST_ROWS = 1 << 16  # about as many segments as Linux lets a process map
 
 _COPY_BYTES = 64 << 20  # bytes, which take a few ms; after them, Python handles signals
 Exchange = Callable[[str], list[str]]
-"""Exchanges notes of at most signature.NOTE_BYTES with all ranks; collective."""
+"""A collective function: each rank passes a note of at most signature.NOTE_BYTES, and gets the notes of all ranks."""
 
 
 @kernel
@@ -123,7 +123,7 @@ class SymmetricTable:
 # and 2.0 with 2 ranks, 14.1 and 13.3 with 4 ranks.
 SMALLEST = 16 << 10
 PIECE = 64 << 10  # bytes reduced before they are stored to the peers; 16 to 256 KiB took the same time
-_LINE_OF_ELEMENTS = 64  # slices begin at multiples of it, so that no two ranks write to one cache line
+_LINE_OF_ELEMENTS = 64  # slices begin at multiples of 64 elements, so that ranks share no cache line
 _ORDINARY = signature.code_of("all_reduce")
 OPERATION = signature.code_of("symmetric:all_reduce")
 _STORED = failpoints.number_of("shm.symmetric.piece_stored")

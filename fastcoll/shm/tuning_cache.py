@@ -45,7 +45,7 @@ Times = dict[str, dict[str, dict[str, int]]]
 FORMAT = 2
 RUNNING = "learned while running"
 _NOTHING = "none"  # value of FASTCOLL_TUNING with which no file is read or written
-_MOST_SECTIONS = 64  # of 5 KB each; the oldest are dropped
+_MOST_SECTIONS = 64  # a section has 5 KB; beyond this number the oldest sections are dropped
 _LARGEST = 1 << 40  # ns a MiB: 18 minutes
 
 # One-shot limits by number of ranks, used if --tune has measured none. AMD EPYC, 2 CPUs:
@@ -126,7 +126,7 @@ def one_shot_limit(size: int) -> int:
 
 
 def parse(text: str) -> list[dict[str, Any]]:
-    """Parse the sections of a file, without invalid fields.
+    """Parse a file, and return its sections without invalid fields.
 
     Raises:
         ValueError: the text is not of this format.
@@ -199,9 +199,9 @@ def _write(
 ) -> list[dict[str, Any]]:
     """Replace the file's sections by the result of `put`, and return the new sections.
 
-    The new file is also the lock (flock): only the process that holds it writes. A new file that a killed process has
-    left is overwritten, but only if this user owns it, because another user who can write to the folder might put a
-    link there.
+    The text is written to a new file, which then replaces the file. The new file is also the lock (flock): only the
+    process that holds the lock writes. If a killed process has left a new file, it is overwritten, but only if this
+    user owns it, because another user who can write to the folder might put a link there.
 
     Raises:
         OSError: another process is writing the file, or it cannot be written.

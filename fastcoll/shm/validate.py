@@ -1,9 +1,10 @@
 """Compiled input validation, for calls whose arrays need no preparation by Python.
 
-An array needs no preparation if its type is exactly ndarray, it is C-contiguous and aligned, writable if the call
-writes it, and the *memo* has the spec (CallSpec) of the call's operation, dtype and reduce operation. A list of arrays
-is passed as a tuple. An *entry*, a compiled function that Python calls, leaves every other call to Python (LATER).
-Python imports or rejects the arrays and calls the entry again with PREPARED, and the entry then validates nothing.
+An array needs no preparation if its type is exactly ndarray, it is C-contiguous and aligned, and it is writable if the
+call writes it. Also, the *memo* must have the *spec* (CallSpec, a few words for compiled code) of the call's operation,
+dtype and reduce operation. A list of arrays must be a tuple. An *entry*, a compiled function that Python calls, leaves
+every other call to Python (LATER). Python imports or rejects the arrays, and calls the entry again with PREPARED in its
+handle; the entry then validates nothing.
 
 The memo is an open hash table that only grows. Python writes the words of a slot of this table while kernels may read
 them. Each word changes once, from 0 to its value, so an incomplete slot does not match.
@@ -19,7 +20,7 @@ from . import rounds as r
 
 # Words of a CallSpec.
 CALL, REDUCER, CODE, ITEMSIZE = range(4)
-NO_MESSAGE = -1  # size in a table: no message between the two ranks
+NO_MESSAGE = -1  # size in a table: nothing is sent between the two ranks
 MEMO_PROBES = 8  # slots of the memo in which a spec may be
 # In a key of the memo: stands in place of a ReduceOp's address if a call word stands in place of a dtype's address.
 BY_CALL = 1
@@ -67,7 +68,7 @@ def spec_by_call(c, handle, operation, call):
 
 @inlined
 def is_plain(c, handle, x, flags):
-    """Whether x is an ndarray, contiguous and aligned, and has the flags `flags`."""
+    """Whether x is an ndarray, contiguous and aligned, and has the flags `flags`; True if the call is PREPARED."""
     if handle & r.PREPARED:
         return True
     flags |= py.CONTIGUOUS | py.ALIGNED
@@ -76,7 +77,7 @@ def is_plain(c, handle, x, flags):
 
 @inlined
 def is_like(handle, x, y):
-    """Whether two arrays have the same dtype."""
+    """Whether two arrays have the same dtype; True if the call is PREPARED."""
     return handle & r.PREPARED != 0 or word_at(x + py.DESCR) == word_at(y + py.DESCR)
 
 
@@ -87,13 +88,13 @@ def is_rank(c, root):
 
 @inlined
 def data_of(x):
-    """Address of an array's data."""
+    """Return the address of an array's data."""
     return word_at(x + py.DATA)
 
 
 @inlined
 def nbytes_of(x, spec):
-    """Size of an array in bytes."""
+    """Return the size of an array in bytes."""
     nbytes = load_word(spec, ITEMSIZE)
     shape = word_at(x + py.SHAPE)
     for k in range(half_word_at(x + py.NDIM)):
@@ -194,7 +195,7 @@ def list_same(c, which, address, nbytes):
 
 @inlined
 def largest_of(c, which):
-    """Bytes of the largest block of a table."""
+    """Return the bytes of the largest block of a table."""
     largest = 0
     for peer in range(load_word(c, at.SIZE)):
         largest = max(largest, load_word(r.table(c, which + 1), peer))
