@@ -46,8 +46,8 @@ def on_root(
 
     Args:
         given: the argument.
-        own: the array that every rank gives, imported; each block must have its size and dtype.
-        what: the argument's name; with the end "_list" it must be a list.
+        own: this rank's other array, imported; its size must fit this rank's block, and all dtypes must be equal.
+        what: the argument's name. If the name ends with "_list", the argument must be a list.
 
     Returns:
         On the root, the imported arrays, and one block for each rank; on other ranks, two empty sequences.
