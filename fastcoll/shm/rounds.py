@@ -67,7 +67,7 @@ from . import context_layout as at
 # An entry's handle is the context's address with these tags in the lowest bits.
 RESUMED = 1  # the entry returned early before, and the call owns the context
 PREPARED = 2  # Python has validated the arrays, and GIVEN has the address of the call's spec
-HELD = 4  # this thread owns the context since the previous call; the call must go through the slots
+HELD = 4  # this thread still owns the context, from the previous call; this call must go through the slots
 TAGS = 7
 
 # The group's record (kernels/recording.py) has the times of one call in TIMED_EVERY, of every call of at least
