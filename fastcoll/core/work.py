@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures._base import FINISHED, PENDING, RUNNING
 from contextlib import suppress
@@ -112,11 +112,11 @@ class Work(Future[Any]):
     error: BaseException | None = None
     _state = PENDING
     _noted_by: UnobservedWorks | None = None
+    outputs: Sequence[Any] = ()  # the arrays that the operation writes
 
     def __init__(self, describe: str = "operation") -> None:
         self.describe = describe
         self._forks = _forks
-        self.outputs: list[Any] = []
 
     @property
     def end_event(self) -> threading.Event:
@@ -272,7 +272,7 @@ class Work(Future[Any]):
             if (error := self.exception()) is not None:
                 future.set_exception(error)
             else:  # an operation in place on an immutable array has another array as its result
-                future.set_result(self.outputs if (result := self.result()) is None else [result])
+                future.set_result(list(self.outputs) if (result := self.result()) is None else [result])
 
         self.add_done_callback(settle)
         return future

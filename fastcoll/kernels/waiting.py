@@ -25,7 +25,7 @@ from .pyobjects import Index, integer
 
 # Words of the back-off table.
 SPINS = 0  # polls with `pause` before the first yield
-YIELDS = 1  # sched_yields before the first sleep
+YIELDS = 1  # sched_yields before the first sleep; NEVER: the wait returns to Python instead of yielding
 IDLE = 2  # budgets used up since a wait last succeeded; if not 0, a wait sleeps at once
 BUDGET = 3  # nanoseconds of sleep before the wait returns to Python
 CLOCK = 4  # 4: seconds, 5: nanoseconds, as clock_gettime writes them
@@ -34,6 +34,7 @@ NAP = 6  # 6: seconds, 7: nanoseconds, as nanosleep reads them
 TIMED = 8
 BACKOFF_WORDS = 9
 
+NEVER = -1
 _CLOCK_MONOTONIC = 1
 _SHORT_NAP = 50_000  # ns; Linux adds its timer slack of 50 us, so a late word costs about 0.1 ms
 _LONG_NAP = 1_000_000  # ns; after 20 budgets (1 s): a waiting rank then uses about 2 % of a core
@@ -44,7 +45,7 @@ _LONG_NAP = 1_000_000  # ns; after 20 budgets (1 s): a waiting rank then uses ab
 _CLOCK_EVERY = 3
 
 yield_core = external("sched_yield", "int32()")
-_nanosleep = external("nanosleep", "int32(int64, int64)")
+nanosleep = external("nanosleep", "int32(int64, int64)")
 _clock_gettime = external("clock_gettime", "int32(int32, int64)")
 
 
@@ -60,7 +61,7 @@ def nap(backoff):
     """Sleep briefly; longer once the wait has lasted a second."""
     store_word(backoff, NAP, 0)
     store_word(backoff, NAP + 1, _SHORT_NAP if load_word(backoff, IDLE) < 20 else _LONG_NAP)
-    _nanosleep(backoff + 8 * NAP, 0)
+    nanosleep(backoff + 8 * NAP, 0)
 
 
 @kernel
@@ -69,6 +70,8 @@ def wait_slowly(backoff, word, want):
 
     It is a separate function so that only spinning is inlined.
     """
+    if load_word(backoff, YIELDS) == NEVER:
+        return False
     begun = now(backoff)
     if load_word(backoff, IDLE) == 0:
         for polls in range(load_word(backoff, YIELDS)):

@@ -31,10 +31,10 @@ from ..record.recorder import GroupRecorder
 from ..store import Store
 from ..system.processes import Member
 from . import context_layout as words
-from . import movement, reductions, ring_kernels, symmetric, tuning_cache, tuning_table
+from . import movement, open_calls, reductions, ring_kernels, symmetric, tuning_cache, tuning_table
 from .callers import ShmNativeCalls
 from .calls import Calls
-from .context import HANDED_OVER, ShmContext, backoff, words_for
+from .context import ShmContext, backoff, words_for
 from .fast import Fast
 from .inline_start import InlineStart
 from .layout import STATE
@@ -102,9 +102,10 @@ class ShmBackend(Backend):
         tuning_table.fill(self._tuning, *already)
         self.messages: Engine = Engine(routes, rank, self.monitor, gate.timeout)
         self.inline_start = InlineStart(gate, self.context, self.calls.resume, self.calls.torn, share)
+        self.calls.carry_on = self.inline_start.carry_on
         self._symmetric = SymmetricArrays(gate, self.monitor, self.context, self.fail)
         gate.also(
-            inside=lambda: self.context.is_mine() or self.inline_start.is_handing_over(),
+            inside=self.context.is_mine,
             busy=lambda: self.context[words.BUSY] != 0 or bool(self._symmetric.waits),
         )
         gate.queue.count_in(self.context.words[words.PENDING : words.PENDING + 1])
@@ -177,7 +178,7 @@ class ShmBackend(Backend):
 
     def close(self, reason: GroupError | None) -> None:
         self.context.words[words.SHUT] = 1
-        self.context.let_go(HANDED_OVER)
+        self.inline_start.close()
         # The caller may be a signal handler. If it has interrupted a call of this group, it would wait for itself; if
         # it has interrupted a message, it would unmap the memory that the message uses. Check this first, because
         # closing the messages takes the lock for which `has_lock` looks.
@@ -231,7 +232,7 @@ _COLLECTIVES = (
 _ENTRIES: dict[str, Entry] = {entry.name: entry for entry in _COLLECTIVES} | {"exscan": reductions.scan}
 
 ENTRIES: tuple[Entry, ...] = (
-    waiting.seize, tuning_table.read_clock, reductions.barrier, *_COLLECTIVES,
+    waiting.seize, open_calls.take_over, open_calls.watch, tuning_table.read_clock, reductions.barrier, *_COLLECTIVES,
     ring_kernels.send, ring_kernels.receive, ring_kernels.post_send, ring_kernels.post_receive, ring_kernels.complete,
     ring_kernels.begin, ring_kernels.accept, ring_kernels.acknowledge, ring_kernels.advance, ring_kernels.claim,
     ring_kernels.retire,

@@ -62,6 +62,7 @@ class Calls:
     ) -> None:
         self.gate, self.monitor, self.context = gate, monitor, context
         self.report = CallReport(segment, context, gate)
+        self.carry_on: Callable[[], bool] = lambda: False  # completes the open call, if any (inline_start.py)
         self._segment, self._record, self._interrupted = segment, record, interrupted
         self._specs: dict[Any, CallSpec] = {}
         self._mapped: list[arena.Mapping] = []
@@ -110,8 +111,9 @@ class Calls:
                 self.context.words[words.GIVEN] = spec.address
             try:
                 while not self.resume(entry.call(handle, *args), entry, *args, tags=tags, timeout=timeout):
-                    # Another thread's synchronous call owns the context; it ends within its own timeout.
-                    time.sleep(_POLL_SECONDS)
+                    if not self.carry_on():
+                        # Another thread's call owns the context; it ends within its own timeout.
+                        time.sleep(_POLL_SECONDS)
                     self.gate.check_usable()
             except BaseException as error:
                 self.torn(entry, error)

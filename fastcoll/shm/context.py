@@ -35,7 +35,7 @@ BUDGET = 50_000_000  # ns that a kernel may wait before Python checks signals, d
 _DEDICATED = (2000, 200)
 _OVERSUBSCRIBED = (0, 1000)
 
-HANDED_OVER = -1  # value of BUSY, no thread's number: another thread will take the call over
+_BRIEF_BUDGET = 100_000  # ns that a run of an entry with the tag BRIEF may work
 
 
 def backoff(ranks: int, cores: int) -> tuple[int, int]:
@@ -98,8 +98,11 @@ class ShmContext:
         algorithms = ctypes.c_int64.from_address(base + 8 * ALGORITHMS).value
         words[at.ALGORITHMS], words[at.DIRECT_FROM] = algorithms & ~(1 << autotune.DIRECT), autotune.NEVER
         words[at.NDARRAY], words[at.TUPLE], words[at.NONE] = id(np.ndarray), id(tuple), id(None)
-        words[at.BACKOFF + waiting.SPINS], words[at.BACKOFF + waiting.YIELDS] = backoff(layout.size, cores)
+        spins, yields = backoff(layout.size, cores)
+        words[at.BACKOFF + waiting.SPINS], words[at.BACKOFF + waiting.YIELDS] = spins, yields
         words[at.BACKOFF + waiting.BUDGET] = BUDGET
+        words[at.PATIENCE : at.PATIENCE + at.PATIENCE_WORDS] = spins, yields, BUDGET
+        self.wait_briefly(spins, waiting.NEVER)
         words[at.ARENA] = address_of(_NO_ARENA)
         self._alive: list[Any] = []
         self._memo_lock = threading.Lock()
@@ -138,17 +141,20 @@ class ShmContext:
         for which, word in ((at.ARENA_BYTES, nbytes), (at.ARENA_SHIFTS, here - base), (at.ARENA_BASES, base)):
             self.words[at.TABLES + which * self[at.SIZE] + peer] = word
 
-    def wait_no_longer_than(self, nanoseconds: int = BUDGET) -> None:
-        """Limit how long entries wait before they return; a call of another thread may return early too."""
-        self.words[at.BACKOFF + waiting.BUDGET] = nanoseconds
+    def wait_briefly(self, spins: int, yields: int, budget: int = _BRIEF_BUDGET) -> None:
+        """Set how often a run of an entry with the tag BRIEF may poll and yield, and how many ns it may sleep or work.
+
+        By default such a run does not yield or sleep.
+        """
+        self.words[at.BRIEF_PATIENCE : at.BRIEF_PATIENCE + at.PATIENCE_WORDS] = spins, yields, budget
 
     def is_mine(self) -> bool:
         """Whether a call of this thread owns the context."""
         return self[at.BUSY] == threading.get_ident()
 
-    def let_go(self, whose: int | None = None) -> None:
-        """Release the context if BUSY is `whose`: by default this thread, else HANDED_OVER."""
-        if self[at.BUSY] == (threading.get_ident() if whose is None else whose):
+    def let_go(self) -> None:
+        """Release the context, if a call of this thread owns it."""
+        if self.is_mine():
             self.words[at.BUSY] = 0
 
     def remember(self, operation: int, dtype: np.dtype[Any], op: Any, spec: CallSpec) -> None:

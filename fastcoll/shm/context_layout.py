@@ -23,7 +23,7 @@ LARGEST = 10  # largest SHAPE of the meeting, for calls whose ranks may differ i
 ONE_SHOT = 11  # up to this many bytes every rank reduces everything itself
 LATE = 12  # the rank for which the last wait waited; -1 between calls
 SINCE = 13  # when this run of the entry closed its first round, in ns; 0 before
-BUSY = 14  # the thread whose call owns the context, 0 for none
+BUSY = 14  # the thread whose call owns the context, 0 for none, OPEN for an open call (open_calls.py)
 SHUT = 15  # not 0: the group has failed or was closed, so all calls go through Python
 PENDING = 16  # operations queued or running on the progress thread; synchronous calls queue behind them
 GIVEN = 17  # address of the spec of a PREPARED call
@@ -42,7 +42,10 @@ EXPOSED = 34  # address of this rank's array that peers may write into during th
 EXPOSED_BYTES = 35
 RING = 36  # address of the ring of the group's record (kernels/recording.py); 0: none
 COMBINED = 37  # address of the combined lines; 0: all ranks read all lines
-BACKOFF = 38  # the table of kernels/waiting.py
+# How long a call waits before its entry returns, as SPINS, YIELDS and BUDGET of kernels/waiting.py; then the same for
+# a run of the entry with the tag BRIEF (rounds.py).
+PATIENCE, BRIEF_PATIENCE, PATIENCE_WORDS = 38, 41, 3
+BACKOFF = 44  # the table of kernels/waiting.py
 # Behind them: the table of autotune.py, the memo of call specs (validate.py), nine tables with one word for each rank.
 CHOOSING = BACKOFF + BACKOFF_WORDS
 MEMO = CHOOSING + table_words(2 * len(OPERATIONS))  # every operation twice: the second time for shared arrays

@@ -60,7 +60,7 @@ from ..kernels.primitives import (
     this_thread,
 )
 from ..kernels.recording import record_call, record_end
-from ..kernels.waiting import BUDGET, IDLE, TIMED, now, wait_for
+from ..kernels.waiting import BUDGET, IDLE, SPINS, TIMED, YIELDS, now, wait_for
 from . import autotune, layout
 from . import context_layout as at
 
@@ -68,7 +68,8 @@ from . import context_layout as at
 RESUMED = 1  # the entry returned early before, and the call owns the context
 PREPARED = 2  # Python has validated the arrays, and GIVEN has the address of the call's spec
 HELD = 4  # this thread still owns the context, from the previous call; this call must go through the slots
-TAGS = 7
+BRIEF = 8  # the entry may wait only briefly, as the context's BRIEF_PATIENCE says
+TAGS = 15
 
 # The group's record (kernels/recording.py) has the times of one call in TIMED_EVERY, of every call of at least
 # TIMED_FROM bytes, and of every call that waits longer than a few spins. The two clock reads of a timed call take 50
@@ -145,11 +146,16 @@ def payload_of(c, rank, step, nbytes, room=layout.INLINE):
 def take(handle):
     """Take the context for a call that does not own it yet; return its address, or 0 if it cannot be taken now."""
     c = handle & ~TAGS
-    if handle & (RESUMED | HELD):
-        return c
-    if handle & PREPARED == 0 and load_word(c, at.SHUT) | load_word(c, at.PENDING) != 0:
-        return 0
-    return c if swap_if_equal(c + 8 * at.BUSY, 0, this_thread()) else 0
+    if handle & (RESUMED | HELD) == 0:
+        if handle & PREPARED == 0 and load_word(c, at.SHUT) | load_word(c, at.PENDING) != 0:
+            return 0
+        if not swap_if_equal(c + 8 * at.BUSY, 0, this_thread()):
+            return 0
+    patience = c + 8 * (at.BRIEF_PATIENCE if handle & BRIEF else at.PATIENCE)
+    store_word(c, at.BACKOFF + SPINS, load_word(patience, 0))
+    store_word(c, at.BACKOFF + YIELDS, load_word(patience, 1))
+    store_word(c, at.BACKOFF + BUDGET, load_word(patience, 2))
+    return c
 
 
 @inlined

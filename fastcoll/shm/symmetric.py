@@ -351,4 +351,5 @@ class _Incoming:
         self.taken = 0
         self.backoff = context.words[at.BACKOFF : at.CHOOSING].copy()
         self.backoff[waiting.IDLE], self.backoff[waiting.BUDGET] = 0, BUDGET
+        self.backoff[[waiting.SPINS, waiting.YIELDS]] = context.words[at.PATIENCE : at.PATIENCE + 2]
         self.address = address_of(self.backoff)

@@ -12,6 +12,7 @@ import pytest
 
 import fastcoll as dist
 from fastcoll import UsageError
+from fastcoll.shm import context_layout as words
 from fastcoll.shm import rings
 
 
@@ -192,7 +193,7 @@ def test_any_exception_of_a_handler_is_raised(rank, world_size, tmp_path):
         group.barrier()
         return
     # So that the handler runs when the call is complete.
-    group.backend.context.wait_no_longer_than(50 * 10**9)
+    group.backend.context.words[words.PATIENCE + 2] = 50 * 10**9
     before = signal.signal(signal.SIGALRM, careless)
     thread = threading.Thread(target=send_when_it_waits)
     thread.start()

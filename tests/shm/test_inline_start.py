@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from contextlib import contextmanager
 
 import numpy as np
@@ -12,6 +14,8 @@ import pytest
 import fastcoll as dist
 from fastcoll import AbortedError, MismatchError
 from fastcoll.shm import context_layout as words
+from fastcoll.shm import inline_start
+from fastcoll.shm.open_calls import OPEN
 
 COUNTS = (1, 5000, 1_000_001)  # in the call line; one slot; several rounds of all slots
 
@@ -111,6 +115,82 @@ def test_closing_ends_a_call_that_was_handed_over(rank, world_size):
 
 
 @pytest.mark.ranks(2)
-def test_there_is_no_inline_start_if_progress_threads_have_cores(rank, world_size):
-    with group_of(share=2) as group:
-        assert group.backend.inline_start._ahead == 0
+@pytest.mark.parametrize("share", [1, 2])
+@pytest.mark.parametrize("computes", [False, True])
+def test_a_long_call_begins_on_the_progress_thread_unless_that_has_no_core(rank, world_size, share, computes):
+    with group_of(share) as group:
+        if not computes:
+            group.backend.inline_start._longest = inline_start._LONGEST
+        group.fast.all_reduce(np.ones(3))
+        x = np.ones(200_000)
+        group.fast.all_reduce(x, async_op=True).wait()
+        assert (x == 2).all()
+        threads = {thread.name for thread in threading.enumerate()}
+        assert (f"fastcoll-{group.name}" in threads) == (share == 2 or not computes)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "how", ["wait", "poll", "call", "async call", "general call", "nothing", "event", "callback"]
+)
+def test_an_open_call_is_completed(how, rank, world_size):
+    """Rank 1 makes its calls only after rank 0's call was left open."""
+    x, y, strided = np.full(5, rank + 1.0), np.ones(3), np.ones((3, 2))[:, 0]
+    dist.all_reduce(np.ones(3))
+    dist.all_reduce(strided)
+    if rank == 1:
+        dist.recv(np.zeros(1), 0)
+        dist.all_reduce(x)
+        if how in ("call", "async call"):
+            dist.all_reduce(y)
+        elif how == "general call":
+            dist.all_reduce(strided)
+        return
+    work = dist.all_reduce(x, async_op=True)
+    assert dist.group.WORLD.backend.context[words.BUSY] == OPEN
+    dist.send(np.zeros(1), 1)
+    if how == "wait":
+        assert work.wait()
+    elif how == "poll":
+        while not work.is_completed():
+            pass
+    elif how == "call":
+        dist.all_reduce(y)
+    elif how == "async call":
+        assert dist.all_reduce(y, async_op=True).wait()
+    elif how == "general call":
+        dist.all_reduce(strided)
+    elif how == "nothing":  # the watcher completes the call
+        while not work.ended:
+            time.sleep(1e-4)
+    elif how == "event":
+        assert work.wait(timeout=60)
+    else:
+        called = threading.Event()
+        work.add_done_callback(lambda _: called.set())
+        assert called.wait(60)
+    assert work.ended
+    assert work.is_success()
+    assert (x == 3).all()
+    (output,) = work.outputs
+    assert np.shares_memory(output, x)
+
+
+@pytest.mark.ranks(2)
+def test_ctrl_c_in_a_wait_leaves_the_call_under_way(rank, world_size):
+    x = np.full(5, rank + 1.0)
+    dist.all_reduce(np.ones(3))
+    if rank == 1:
+        dist.recv(np.zeros(1), 0)
+        dist.all_reduce(x)
+        return
+    work = dist.all_reduce(x, async_op=True)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    signal.signal(signal.SIGALRM, before)
+    assert not work.ended
+    dist.send(np.zeros(1), 1)
+    assert work.wait()
+    assert (x == 3).all()

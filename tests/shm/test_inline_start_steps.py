@@ -10,8 +10,10 @@ import dis
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
+from itertools import count
 from types import FrameType
 from typing import Any
 
@@ -43,9 +45,12 @@ class Script:
             if self.words[words.SHUT] or self.words[words.PENDING] or self.words[words.BUSY]:
                 return LATER
             self.words[words.BUSY] = threading.get_ident()
+            self.words[words.CALLS] += 1
         assert self.words[words.BUSY] == threading.get_ident()
         code = self.codes.pop(0)
+        self.words[words.LATE] = -1 if code == DONE else 0
         if code == DONE:
+            self.words[words.FINISHED] = self.words[words.CALLS]
             self.words[words.BUSY] = 0
         return code
 
@@ -81,47 +86,49 @@ class Between:
 def new_group() -> Any:
     group = dist.new_group()
     group.backend.inline_start._share = 1
-    group.backend.begin_at_once()
     group.fast.all_reduce(np.ones(3))  # now the memo has its spec
     return group
 
 
-def begin(group: Any, script: Script, step: int, act: Callable[[], None]) -> tuple[Any, int]:
-    """Begin a call and run `act` at one of its steps; return the Work and the number of steps."""
-    with Between(step, act) as between:
-        made = group.backend.inline_start.begin(script)
-    return made, between.steps
+def at_every_step(codes: list[int], act: Callable[[Any], None]) -> Iterator[tuple[Any, Script, Any]]:
+    """Begin a call and wait for it, and run `act(group)` at its first step; again with the second step, and so on.
 
-
-def steps_of(group: Any, *codes: int) -> range:
-    made, steps = begin(group, Script(group, *codes), 0, lambda: None)
-    assert made.wait(DEADLINE)
-    group.fast.barrier()
-    assert steps > 10
-    return range(1, steps + 1)
+    Yields the group, the call's script, and its Work, or None if `act` has raised a KeyboardInterrupt. The number of
+    steps is not always the same, since the group's watcher may have to be woken.
+    """
+    group = new_group()
+    for step in count(1):
+        script, made = Script(group, *codes), None
+        with suppress(KeyboardInterrupt), Between(step, partial(act, group)) as between:
+            made = group.backend.inline_start.begin(script, None)
+            if made is not None:
+                made.wait()
+        if between.steps < step:
+            break
+        yield group, script, made
+        if group.failure is not None:
+            group.close()
+            group = new_group()
+    group.fast.all_reduce(np.ones(3))
+    group.close()
+    assert step > 30
 
 
 @pytest.mark.ranks(1)
 def test_an_exception_at_any_step_leaves_no_call_behind(rank: int, world_size: int) -> None:
     """The call is complete, or has not begun, or the group has failed."""
 
-    def interrupt() -> None:
+    def interrupt(_: Any) -> None:
         raise KeyboardInterrupt
 
-    group = new_group()
-    for step in steps_of(group, WORKED, AGAIN, DONE):
-        script = Script(group, WORKED, AGAIN, DONE)
-        with suppress(KeyboardInterrupt):
-            begin(group, script, step, interrupt)
+    for group, script, _ in at_every_step([WORKED, AGAIN, AGAIN, DONE], interrupt):
         if group.failure is None:
             group.fast.barrier()
-            assert len(script.codes) in (0, 3), step
+            assert len(script.codes) in (0, 4)
         else:
-            group.gate.queue.close()
-            assert group.backend.context[words.BUSY] == 0, step
-            group.close()
-            group = new_group()
-    group.close()
+            with pytest.raises(AbortedError):
+                group.fast.barrier()
+            assert group.backend.context[words.BUSY] == 0
 
 
 @pytest.mark.ranks(1)
@@ -129,46 +136,42 @@ def test_an_exception_at_any_step_leaves_no_call_behind(rank: int, world_size: i
 def test_a_signal_handlers_call_at_any_step_is_rejected_or_correct(
     rank: int, world_size: int, asynchronous: bool
 ) -> None:
-    group, x = new_group(), np.ones(3)
-    for step in steps_of(group, AGAIN, DONE):
-        said: list[Any] = []
+    said: list[Any] = []
 
-        def handle(said: list[Any] = said) -> None:
-            try:
-                said.append(group.fast.reduce(x, 0, async_op=asynchronous))
-            except UsageError:
-                said.append("refused")
+    def handle(group: Any) -> None:
+        try:
+            said.append(group.fast.reduce(x, 0, async_op=asynchronous))
+        except UsageError:
+            said.append("refused")
 
-        made, _ = begin(group, Script(group, AGAIN, DONE), step, handle)
-        assert len(said) == 1, step
+    x = np.ones(3)
+    for _, _, made in at_every_step([AGAIN, AGAIN, DONE], handle):
+        assert len(said) == 1
         for outcome in (made, *said):
-            assert outcome in (None, "refused") or outcome.wait(DEADLINE), step
-    group.fast.all_reduce(x)
-    group.close()
+            assert outcome in (None, "refused") or outcome.wait(DEADLINE)
+        said.clear()
 
 
 @pytest.mark.ranks(1)
 def test_another_threads_call_at_any_step_is_carried_out(rank: int, world_size: int) -> None:
-    group, x = new_group(), np.ones(3)
-    for step in steps_of(group, AGAIN, DONE):
-        works: list[Any] = []
+    works: list[Any] = []
+    threads: list[threading.Thread] = []
 
-        def call(works: list[Any] = works) -> None:
-            works.append(group.fast.reduce(x, 0, async_op=True))
+    def call(group: Any) -> None:
+        works.append(group.fast.reduce(x, 0, async_op=True))
 
-        thread = threading.Thread(target=call)
+    def let_call(group: Any) -> None:
+        threads.append(threading.Thread(target=call, args=(group,)))
+        threads[-1].start()
+        threads[-1].join(0.001)  # it may have to wait for this one
 
-        def let_call(thread: threading.Thread = thread) -> None:
-            thread.start()
-            thread.join(0.001)  # it may have to wait for this one
-
-        made, _ = begin(group, Script(group, AGAIN, DONE), step, let_call)
-        thread.join(DEADLINE)
+    x = np.ones(3)
+    for _, _, made in at_every_step([AGAIN, AGAIN, DONE], let_call):
+        threads.pop().join(DEADLINE)
         for outcome in (made, *works):
-            assert outcome is None or outcome.wait(DEADLINE), step
-        assert len(works) == 1, step
-    group.fast.all_reduce(x)
-    group.close()
+            assert outcome is None or outcome.wait(DEADLINE)
+        assert len(works) == 1
+        works.clear()
 
 
 @pytest.mark.ranks(1)
@@ -178,7 +181,7 @@ def test_changing_an_array_during_its_call_fails_the_group(
 ) -> None:
     group = new_group()
     with pytest.raises(AbortedError, match="changed meanwhile"):
-        group.backend.inline_start.begin(Script(group, *codes)).wait(DEADLINE)
+        group.backend.inline_start.begin(Script(group, *codes), None).wait(DEADLINE)
     with pytest.raises(AbortedError, match="changed meanwhile"):
         group.fast.all_reduce(np.ones(3))
     group.gate.queue.close()
@@ -215,5 +218,6 @@ def test_a_tensor_lives_until_its_call_is_complete(rank: int, world_size: int) -
     assert there() is not None
     go_on.set()
     assert made.wait(DEADLINE)
+    del made
     group.close()
     assert there() is None

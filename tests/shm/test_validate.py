@@ -16,7 +16,7 @@ from fastcoll.compiler.jit import entry
 from fastcoll.kernels.primitives import address_of
 from fastcoll.kernels.pyobjects import Index, PyObject, integer, object_at
 from fastcoll.shm import context_layout as at
-from fastcoll.shm.context import CallSpec, ShmContext
+from fastcoll.shm.context import BUDGET, CallSpec, ShmContext
 from fastcoll.shm.layout import PAGE, Layout
 from fastcoll.shm.validate import MEMO_PROBES, memo_slot, spec_of
 
@@ -335,7 +335,7 @@ def test_another_threads_assignment_takes_effect_before_or_after_the_call(rank, 
     call(x.view("i1"))
     thread, interval, seen = threading.Thread(target=change), sys.getswitchinterval(), set()
     context = dist.group.WORLD.backend.context
-    context.wait_no_longer_than(10**10)  # a call that returns to Python checks the array again
+    context.words[at.PATIENCE + 2] = 10**10  # ns; a call that returns to Python checks the array again
     sys.setswitchinterval(1e-6)
     if rank == 0:
         thread.start()
@@ -350,7 +350,7 @@ def test_another_threads_assignment_takes_effect_before_or_after_the_call(rank, 
     finally:
         stop.set()
         sys.setswitchinterval(interval)
-        context.wait_no_longer_than()
+        context.words[at.PATIENCE + 2] = BUDGET
     if rank == 0:
         thread.join()
     assert seen <= {f"(float64, {n} elements", f"(int8, {8 * n} elements"}
