@@ -156,6 +156,7 @@ class InlineStart:
     ) -> None:
         self._gate = gate
         self._context, self._c = context, context.address
+        self._brief = self._c | BRIEF
         self._busy = cells_of(context.words[words.BUSY : words.BUSY + 1])
         self._resume, self._torn, self._share = resume, torn, share
         self._open: OpenCall | None = None
@@ -184,7 +185,7 @@ class InlineStart:
         if (x.nbytes if type(x) is np.ndarray else _bytes_of(x)) > self._longest:
             return None
         try:
-            code = entry.call(self._c | BRIEF, *args)
+            code = entry.call(self._brief, *args)
             if code == DONE:
                 return CompleteCall(entry.name, args)
             return self._go_on(code, entry, args)
@@ -198,12 +199,12 @@ class InlineStart:
         args = given
         if code == LATER and plain_types:
             args = headers_for(args)
-            code = entry.call(self._c | BRIEF, *args)
+            code = entry.call(self._brief, *args)
         if code == LATER and self.carry_on(briefly=True):
-            code = entry.call(self._c | BRIEF, *args)
+            code = entry.call(self._brief, *args)
         step = next_step(code, False, False)
         while step == GO_ON:
-            code = entry.call(self._c | BRIEF | RESUMED, *args)
+            code = entry.call(self._brief | RESUMED, *args)
             step = next_step(code, True, self._gate.failure is not None)
         if step == BROKEN:
             raise changed(entry.name)
