@@ -318,10 +318,10 @@ class Backend(ABC):
         )
 
     def begin_at_once(self) -> None:  # noqa: B027 - most backends do nothing here
-        """Let asynchronous operations begin on their callers' threads if the progress threads have no free cores.
+        """Let long asynchronous operations begin on their callers' threads too, if progress threads have no free cores.
 
-        Called for programs that compute while operations are under way. The progress thread still does all work that
-        has to wait for peers.
+        Called for programs that compute while operations are under way. Other threads still do all work that has to
+        wait for peers.
         """
 
     def fail(self, error: GroupError) -> None:

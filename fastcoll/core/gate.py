@@ -1,8 +1,8 @@
 """The gate of a group: which thread may run a collective call now.
 
 Calls of one group run one at a time and in the order in which they were made. If no earlier call is queued, a
-synchronous call runs on its caller's thread. All remaining calls run on the group's progress thread, except that
-shm/inline_start.py may begin an asynchronous call on its caller's thread. A thread holds `lock` while its call runs.
+synchronous call runs on its caller's thread. All remaining calls run on the group's progress thread, except for the
+asynchronous calls that shm/inline_start.py begins on their callers' threads. A thread holds `lock` while its call runs.
 
 If a thread makes a call while it is inside another one, the caller is a signal handler that has interrupted that call.
 The new call is refused, since it would wait for the interrupted one. Compiled calls do not take `lock`; their backend

@@ -1,6 +1,6 @@
 """Work, the handle of an asynchronous operation, and the queue that runs operations in order.
 
-A group has one ProgressQueue. Its thread starts with the first asynchronous call and ends after 5 s without one.
+A group has one ProgressQueue. Its thread starts with the first operation that is queued and ends after 5 s without one.
 Compiled functions release the GIL while they run, so the caller can compute meanwhile.
 """
 
@@ -248,7 +248,7 @@ class Work(Future[Any]):
         return int(result) if isinstance(result, Integral) else None
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """Call `callback(work)` on the progress thread when the operation has ended, or now if it already has.
+        """Call `callback(work)` when the operation has ended, on the thread that ends it; or now if it already has.
 
         An exception that a callback raises is logged. A callback may not wait for other operations.
         """

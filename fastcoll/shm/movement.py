@@ -197,7 +197,9 @@ def _piece_of(c, src, dst, step, nbytes, spread, piece):
     """Return the address of src's piece for rank dst: in src's call line if the block fits there, else in its slot."""
     index = (dst - src) % load_word(c, at.SIZE) - 1 if spread > 1 else 0
     room = layout.INLINE // max(1, spread) & -8
-    return r.payload_of(c, src, step, nbytes, room) + index * (room if nbytes <= room else piece)
+    if spread > 1 and nbytes > room:
+        return r.slot_of(c, src, step) + index * piece
+    return r.payload_of(c, src, step, nbytes, room) + index * room
 
 
 @inlined

@@ -123,7 +123,7 @@ def _two_shot(c, dst, src, nbytes, spec, call, keep):
         part = min(chunk, nbytes - start)
         low = start_of(part, size, rank, itemsize)
         high = start_of(part, size, rank + 1, itemsize)
-        mine = r.slot_of(c, rank, step)
+        mine = r.part_of_slot(c, rank, step, nbytes)
         if load_word(c, at.WROTE) == step:
             if r.open_slot(c) != DONE:
                 return AGAIN
@@ -132,7 +132,7 @@ def _two_shot(c, dst, src, nbytes, spec, call, keep):
                 stage(r.tuning_at(c), mine + high, src + start + high, part - high, part - high)
             else:
                 for peer in range(size):
-                    source = src + start if peer == rank else r.slot_of(c, peer, step - 1)
+                    source = src + start if peer == rank else r.part_of_slot(c, peer, step - 1, nbytes)
                     store_word(r.table(c, at.SOURCES), peer, source + low)
                 _reduce(c, spec, mine + low, size, high - low)
             r.publish(c, call, nbytes, 0)
@@ -145,7 +145,7 @@ def _two_shot(c, dst, src, nbytes, spec, call, keep):
             for peer in range(size):
                 begins = start_of(part, size, peer, itemsize)
                 ends = start_of(part, size, peer + 1, itemsize)
-                copy(dst + start + begins, r.slot_of(c, peer, step) + begins, ends - begins)
+                copy(dst + start + begins, r.part_of_slot(c, peer, step, nbytes) + begins, ends - begins)
         if r.close_round(c, total):
             return r.finish(c)
         if r.time_is_up(c):
@@ -290,19 +290,18 @@ def _reduce_scatter(c, dst, spec):
     longest = v.largest_of(c, at.GIVES)
     piece = _whole(load_word(c, at.SLOT) // max(1, size - 1), load_word(spec, v.ITEMSIZE))
     total = r.rounds_of(longest, piece)
+    pace = min(piece, (longest + 63) & -64)  # bytes from one peer's piece to the next
     while True:
         if r.may_write(c, total):
             if r.open_slot(c) != DONE:
                 return AGAIN
             step = load_word(c, at.WROTE)
             start = step * piece
-            mine = r.slot_of(c, rank, step)
+            mine = r.part_of_slot(c, rank, step, pace * (size - 1))
             for shift in range(1, size):
                 peer = (rank + shift) % size
                 left = load_word(sizes, peer) - start
-                stage(
-                    r.tuning_at(c), mine + (shift - 1) * piece, load_word(blocks, peer) + start, left, piece
-                )
+                stage(r.tuning_at(c), mine + (shift - 1) * pace, load_word(blocks, peer) + start, left, piece)
             r.publish(c, call, shape, 0)
             continue
         waited = r.meet(c, call, shape, 0)
@@ -315,7 +314,8 @@ def _reduce_scatter(c, dst, spec):
         part = min(piece, load_word(sizes, rank) - start)
         if part > 0:
             for peer in range(size):
-                source = r.slot_of(c, peer, step) + ((rank - peer) % size - 1) * piece
+                theirs = r.part_of_slot(c, peer, step, pace * (size - 1))
+                source = theirs + ((rank - peer) % size - 1) * pace
                 own = load_word(blocks, rank) + start
                 store_word(r.table(c, at.SOURCES), peer, own if peer == rank else source)
             _reduce(c, spec, dst + start, size, part)

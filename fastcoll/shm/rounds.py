@@ -80,6 +80,8 @@ TIMED_EVERY, TIMED_FROM = 64, 64 << 10
 ORDINARY, SHARED = 1, 2
 _OPERATIONS = len(OPERATIONS)
 
+SMALLEST_PART = 4 << 10  # bytes; smaller rounds always use the beginning of a slot
+
 # Each is the number of a failpoint of the first operation; those of the other operations have the next numbers.
 _ENTER, _PUBLISHED = number_of("shm.OPERATION.enter"), number_of("shm.OPERATION.after_publish")
 _MID_CHUNK, _MET = number_of("shm.OPERATION.mid_chunk"), number_of("shm.OPERATION.after_meeting")
@@ -117,6 +119,24 @@ def slot_of(c, rank, step):
 
 
 @inlined
+def part_of_slot(c, rank, step, nbytes):
+    """Address of nbytes in a rank's slot of round `step` of the call; ranks with the same nbytes get the same part.
+
+    Rounds of at most half a slot use equal parts of it in turn, one for each time around the ring. So a group's rounds
+    spread over more memory than a core's own caches hold, and a part has left them when it is written again. If both
+    cores still have a part's lines, moving them between these caches takes twice as long: all_reduce of 64 KiB takes
+    3.8 us with parts and 7.4 us without, of 8 KiB 0.73 and 1.40, of 1 KiB 0.38 and 0.37 (2 ranks on two cores of an AMD
+    EPYC, family 25, that share a last-level cache; on two cores that share none, parts make no difference).
+    """
+    part, parts = load_word(c, at.SLOT), 1
+    while nbytes >= SMALLEST_PART and part >= 2 * nbytes:
+        part //= 2
+        parts *= 2
+    turn = (load_word(c, at.ROUND) + step) // layout.SLOTS % parts
+    return slot_of(c, rank, step) + turn * part
+
+
+@inlined
 def line_of(c, rank):
     """Return the address of a rank's line of the current call."""
     return section(c, rank) + layout.LINE * (load_word(c, at.CALLS) % 2)
@@ -136,7 +156,7 @@ def payload_of(c, rank, step, nbytes, room=layout.INLINE):
     already.
     """
     if nbytes > room:
-        return slot_of(c, rank, step)
+        return part_of_slot(c, rank, step, nbytes)
     if nbytes <= 8 and load_word(c, at.COMBINED) != 0 and rank != load_word(c, at.RANK):
         return combined_of(c, rank) + 8 * (layout.PAYLOAD + rank % layout.GROUP)
     return line_of(c, rank) + 8 * layout.PAYLOAD

@@ -1,0 +1,230 @@
+"""Nonblocking calls beside MPIs: all_reduce and messages with their waits, between two ranks of one node.
+
+    python bench/nonblocking.py --mpi "Open MPI=/path/to/python" --mpi "MPICH=/path/to/python"
+    python bench/nonblocking.py --mpi ... --results bench/results
+
+Each MPI is given as the Python of an environment that has NumPy, mpi4py and the MPI's wheel. fastcoll and the MPIs run
+in turn, each in two new processes, pinned to two cores. A time is the least of all rounds of the slower rank's least
+batch, in microseconds per call, with Python's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+SIZES = {8: 2000, 4 << 10: 2000, 64 << 10: 400, 1 << 20: 60}  # bytes, and calls a batch
+CALLS = {
+    "blocking": "all_reduce",
+    "nonblocking": "all_reduce, nonblocking, and its wait",
+    "twenty": "the same, twenty under way, each",
+    "messages": "isend, irecv and both waits",
+}
+_BATCHES, _TWENTY = 9, 20
+_MARK = "TIMES "
+
+Batch = Callable[[int], None]
+
+
+class Fastcoll:
+    def __init__(self) -> None:
+        import fastcoll
+
+        self.dist = fastcoll
+        fastcoll.init_process_group()
+        self.rank, self.library = fastcoll.get_rank(), f"fastcoll {fastcoll.__version__}"
+        self.barrier = fastcoll.barrier
+
+    def slowest(self, seconds: float) -> float:
+        x = np.array([seconds])
+        self.dist.all_reduce(x, self.dist.ReduceOp.MAX)
+        return float(x[0])
+
+    def batches(self, xs: list[Any], y: Any) -> dict[str, Batch]:
+        """Return functions that make that many calls; `xs` are twenty arrays, `y` one more."""
+        d, x, peer = self.dist, xs[0], 1 - self.rank
+        all_reduce, isend, irecv = d.all_reduce, d.isend, d.irecv
+
+        def blocking(n: int) -> None:
+            for _ in range(n):
+                all_reduce(x)
+
+        def nonblocking(n: int) -> None:
+            for _ in range(n):
+                all_reduce(x, async_op=True).wait()
+
+        def twenty(n: int) -> None:
+            for _ in range(n // _TWENTY):
+                for work in [all_reduce(x, async_op=True) for x in xs]:
+                    work.wait()
+
+        def messages(n: int) -> None:
+            for _ in range(n):
+                send, receive = isend(x, peer), irecv(y, peer)
+                send.wait()
+                receive.wait()
+
+        return {"blocking": blocking, "nonblocking": nonblocking, "twenty": twenty, "messages": messages}
+
+
+class Mpi:
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self.mpi, self.world = MPI, MPI.COMM_WORLD
+        self.rank, self.barrier = self.world.rank, self.world.Barrier
+        self.library = MPI.Get_library_version().splitlines()[0].strip(" \0")
+
+    def slowest(self, seconds: float) -> float:
+        return float(self.world.allreduce(seconds, self.mpi.MAX))
+
+    def batches(self, xs: list[Any], y: Any) -> dict[str, Batch]:
+        """See Fastcoll."""
+        place, op, w, peer = self.mpi.IN_PLACE, self.mpi.SUM, self.world, 1 - self.rank
+        given = [[x, self.mpi.FLOAT] for x in xs]
+        x, out, Allreduce, Iallreduce = given[0], [y, self.mpi.FLOAT], w.Allreduce, w.Iallreduce
+
+        def blocking(n: int) -> None:
+            for _ in range(n):
+                Allreduce(place, x, op)
+
+        def nonblocking(n: int) -> None:
+            for _ in range(n):
+                Iallreduce(place, x, op).Wait()
+
+        def twenty(n: int) -> None:
+            for _ in range(n // _TWENTY):
+                for request in [Iallreduce(place, x, op) for x in given]:
+                    request.Wait()
+
+        def messages(n: int) -> None:
+            for _ in range(n):
+                send, receive = w.Isend(x, peer), w.Irecv(out, peer)
+                send.Wait()
+                receive.Wait()
+
+        return {"blocking": blocking, "nonblocking": nonblocking, "twenty": twenty, "messages": messages}
+
+
+def measure(side: Fastcoll | Mpi) -> None:
+    """Time all cells on this rank; rank 0 prints them."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[side.rank % len(cores)]})
+    times = {}
+    for nbytes, calls in SIZES.items():
+        xs = [np.zeros(nbytes // 4, np.float32) for _ in range(_TWENTY)]
+        for name, batch in side.batches(xs, np.zeros_like(xs[0])).items():
+            batch(max(_TWENTY, calls // 10))
+            least = float("inf")
+            for _ in range(_BATCHES):
+                side.barrier()
+                start = perf_counter()
+                batch(calls)
+                least = min(least, (perf_counter() - start) / calls)
+            times[f"{name} {nbytes}"] = 1e6 * side.slowest(least)
+    if side.rank == 0:
+        print(f"{_MARK}{json.dumps([side.library, times])}", flush=True)
+
+
+def run(label: str, python: str, allow_root: bool) -> tuple[str, dict[str, float]]:
+    """Run one side in two processes; return its library's name and its times."""
+    here = [python, str(Path(__file__).resolve()), "--side"]
+    if label == "fastcoll":
+        command = [python, "-m", "fastcoll.launch", "--nproc_per_node", "2", *here[1:], "fastcoll"]
+    else:
+        root = ["--allow-run-as-root", "--bind-to", "none"] if allow_root else []
+        command = [str(Path(python).with_name("mpiexec")), *root, "-n", "2", *here, "mpi"]
+    environment = {**os.environ, "I_MPI_PIN": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    lines = [line.partition(_MARK)[2] for line in done.stdout.splitlines() if _MARK in line]
+    if done.returncode or not lines:
+        raise SystemExit(f"{shlex.join(command)} failed: {done.stderr[-2000:]}")
+    library, times = json.loads(lines[0])
+    return library, times
+
+
+def table(found: dict[str, dict[str, float]]) -> list[str]:
+    """Return the lines of the table: fastcoll and the best MPI, for each call and size."""
+    rows = [
+        "| us | " + " | ".join(f"{nbytes} bytes" for nbytes in SIZES) + " |",
+        "|---|" + "---|" * len(SIZES),
+    ]
+    for name, label in CALLS.items():
+        for side, times in found.items():
+            cells = [times[f"{name} {nbytes}"] for nbytes in SIZES]
+            rows.append(f"| {label}: {side} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
+    return rows
+
+
+def missed(found: dict[str, dict[str, float]]) -> list[str]:
+    """Return a line for each cell in which the best MPI is ahead of fastcoll."""
+    lines = []
+    for name, label in CALLS.items():
+        for nbytes in SIZES:
+            cell = f"{name} {nbytes}"
+            others = {times[cell]: side for side, times in found.items() if side != "fastcoll"}
+            if others and min(others) < found["fastcoll"][cell]:
+                ours, best = found["fastcoll"][cell], min(others)
+                lines.append(f"- {label}, {nbytes} bytes: {ours:.2f} us, {others[best]} {best:.2f}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mpi", action="append", default=[], metavar="NAME=PYTHON")
+    parser.add_argument("--rounds", type=int, default=3, help="of each side (default %(default)s)")
+    parser.add_argument("--results", help="a folder for the page")
+    parser.add_argument("--side", choices=("fastcoll", "mpi"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        measure(Fastcoll() if options.side == "fastcoll" else Mpi())
+        return
+    sides = {"fastcoll": sys.executable} | dict(text.split("=", 1) for text in options.mpi)
+    found: dict[str, dict[str, float]] = {}
+    libraries = {}
+    for _ in range(options.rounds):
+        for label, python in sides.items():
+            libraries[label], times = run(label, python, allow_root="open" in label.lower())
+            least = found.setdefault(label, times)
+            for cell, time in times.items():
+                least[cell] = min(least[cell], time)
+    page = [*table(found), "", "Cells in which an MPI is ahead:", "", *(missed(found) or ["- none"])]
+    print("\n".join(page))
+    if options.results:
+        from fastcoll.bench.results import machine
+
+        command = shlex.join(
+            [
+                "python",
+                "bench/nonblocking.py",
+                *(f"--mpi={label}=..." for label in sides if label != "fastcoll"),
+            ]
+        )
+        head = [
+            f"# Nonblocking calls, {date.today():%d %B %Y}".replace(" 0", " "),
+            "",
+            f"`{command} --rounds {options.rounds}`, two ranks, each pinned to a core. {machine()}",
+            f"Sides: {', '.join(libraries.values())}.",
+            "",
+            "Microseconds a call, with Python's time: the least of all rounds of the slower rank's least batch.",
+            "",
+        ]
+        path = Path(options.results) / f"{date.today():%Y-%m-%d}-nonblocking.md"
+        path.write_text("\n".join([*head, *page, ""]))
+
+
+if __name__ == "__main__":
+    main()
