@@ -78,6 +78,9 @@ class HostMessages(Messages, Protocol):
     def poll(self) -> None:
         """Progress messages as far as possible without waiting."""
 
+    def take_over_pending(self) -> None:
+        """Make a Work under way of each request that compiled code carries out. May block for a second."""
+
     def is_in_vain(self, work: Any) -> bool:
         """Whether a posted receive (`work`) has matched no message, and no live peer can send one."""
 

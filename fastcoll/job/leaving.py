@@ -77,7 +77,7 @@ def _complete(groups: Sequence[ProcessGroup]) -> None:
     """Wait for the operations under way, as long as they can still complete."""
     started = time.monotonic()
     for group in groups:
-        group.messages.poll()  # adds the requests of compiled callers to the operations under way
+        group.messages.take_over_pending()
         while works := [work for work in group.gate.unobserved.under_way() if not work.needs_message]:
             left = started + group.timeout - time.monotonic()
             if left <= 0:

@@ -72,6 +72,18 @@ def take_gil(builder, thread, result):
     return result
 
 
+@instruction("void")
+def add_reference(builder, address):
+    """Add a reference to the object at an address."""
+    builder.call(llvm.function(builder, "Py_IncRef", llvm.VOID, llvm.WORD), [address])
+
+
+@instruction("void")
+def drop_reference(builder, address):
+    """Drop a reference to the object at an address, which may delete the object and run Python code."""
+    builder.call(llvm.function(builder, "Py_DecRef", llvm.VOID, llvm.WORD), [address])
+
+
 def _layout_is_known() -> bool:
     """Return whether the fields of arrays and tuples are at the offsets in this file."""
     word = ctypes.c_int64.from_address

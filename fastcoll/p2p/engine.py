@@ -13,6 +13,7 @@ The progress thread (thread.py) runs the callbacks of operations.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +25,7 @@ from ..core.monitor import Monitor
 from ..core.status import DONE, LATER, REFUSED
 from ..core.work import ENDLESS, Work
 from ..errors import FastcollError, GroupError, NotInitializedError, UsageError
+from .events import POLL
 from .pipe import ANY, ARMED, Pipe
 from .progress import Progress, destroyed
 from .transfers import Array, Probe, Receive, Send, Transfer, kind_of, tag_of
@@ -50,29 +52,30 @@ class Engine:
     Attributes:
         adopts: a function that is called with a request's number and its Transfer when the engine takes over the
             request from a compiled caller.
-        inbox: posted operations that have not begun, in order. Short cuts may not post while it is not empty.
-        queued: for each rank, the sends that the Exchange has accepted and not begun. A short cut may not overtake
-            them.
+        notes: a function that is called with the Work of a request of Python when the engine takes over the request.
+        progress: the driver of the Transfers.
+        pipes: one or two.
+        inbox: posted operations that have not begun, in order.
     """
 
     def __init__(self, routes: list[tuple[Pipe, int]], rank: int, monitor: Monitor, timeout: float) -> None:
         self.rank, self.monitor = rank, monitor
         self.adopts: Callable[[int, Transfer], object] = lambda number, transfer: None
-        self._progress = progress = Progress(routes, rank, monitor, timeout, self._take_over_posted)
+        self.notes: Callable[[Transfer], object] = lambda transfer: None
+        self.progress = progress = Progress(routes, rank, monitor, timeout, self._take_over_posted)
         self._exchange, self._lock = progress.exchange, progress.lock
-        self._routes, self._pipes = routes, progress.lock.pipes
+        self._routes, self.pipes = routes, progress.lock.pipes
         self.inbox: deque[Transfer] = progress.inbox
-        self.queued = {other: peer.queued for other, peer in enumerate(self._exchange.peers)}
         self._handing_over = threading.RLock()
 
     @property
     def timeout(self) -> float:
         """Seconds that an operation may take."""
-        return self._progress.timeout
+        return self.progress.timeout
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        self._progress.timeout = seconds
+        self.progress.timeout = seconds
 
     # ---- the four operations ----------------------------------------------------------------------
 
@@ -90,7 +93,7 @@ class Engine:
             self.isend(x, dst, tag)
             return
         self._refuse_nesting("send")
-        self._progress.connect(dst)
+        self.progress.connect(dst)
         pipe, number = self._routes[dst]
         try:
             status = pipe.send(array, number, kind_of(tag, array.dtype))
@@ -111,11 +114,13 @@ class Engine:
         """
         self._refuse_nesting("recv")
         if tag < 0 or status is not None:
-            return int(self._finish_blocking(Receive(self._progress, x.array, src, tag, x, status), LATER))
+            return int(
+                self._finish_blocking(Receive(self.progress, x.array, src, tag).into(x, status), LATER)
+            )
         code = LATER
         try:
-            if src != self.rank and (src is not None or len(self._pipes) == 1):
-                pipe, number = self._pipes[0], ANY
+            if src != self.rank and (src is not None or len(self.pipes) == 1):
+                pipe, number = self.pipes[0], ANY
                 if src is not None:
                     pipe, number = self._routes[src]
                 code = pipe.receive(x.array, number, kind_of(tag, x.array.dtype))
@@ -129,11 +134,11 @@ class Engine:
 
     def isend(self, x: ImportedArray, dst: int, tag: int) -> Work:
         """Post a send. Its Work is complete when a receive has taken the message, or at once if `dst` is this rank."""
-        return self._post(Send(self._progress, x.array.copy() if dst == self.rank else x.array, dst, tag))
+        return self._post(Send(self.progress, x.array.copy() if dst == self.rank else x.array, dst, tag))
 
     def irecv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> Work:
         """Post a receive; the Work's result is the sender. `status`: as for `recv`."""
-        return self._post(Receive(self._progress, x.array, src, tag, x, status))
+        return self._post(Receive(self.progress, x.array, src, tag).into(x, status))
 
     def probe(self, src: int | None, tag: int) -> Status:
         """Wait for a message from `src`, or any rank, that no receive has taken. The message stays for a receive.
@@ -141,23 +146,23 @@ class Engine:
         Raises:
             GroupError: a peer died, left or did not send in time.
         """
-        status: Status = self._finish_blocking(Probe(self._progress, src, tag, at_once=False), LATER)
+        status: Status = self._finish_blocking(Probe(self.progress, src, tag, at_once=False), LATER)
         return status
 
     def iprobe(self, src: int | None, tag: int) -> Status | None:
         """Return what `probe` would find among the messages that have arrived, or None. Never waits."""
-        status: Status | None = self._finish_blocking(Probe(self._progress, src, tag, at_once=True), LATER)
+        status: Status | None = self._finish_blocking(Probe(self.progress, src, tag, at_once=True), LATER)
         return status
 
     # ---- short cuts that returned early -----------------------------------------------------------
 
     def resume_send(self, status: int, array: Array, dst: int, tag: int) -> None:
         """Continue a blocking send whose short cut has returned `status`, which is not DONE."""
-        send = Send(self._progress, array, dst, tag)
+        send = Send(self.progress, array, dst, tag)
         if status == REFUSED:
             pipe, number = self._routes[dst]
             ack = pipe.last_ack(number)
-            self._progress.let_go(pipe)
+            self.progress.let_go(pipe)
             raise send.misfit(ack.kind, ack.nbytes)
         send.watch.hint = partial(self._crossing, dst)
         self._finish_blocking(send, status)
@@ -169,7 +174,7 @@ class Engine:
 
         `status` is what the short cut has returned.
         """
-        return int(self._finish_blocking(Receive(self._progress, array, src, tag, imported), status))
+        return int(self._finish_blocking(Receive(self.progress, array, src, tag).into(imported), status))
 
     def _hand_over(self, transfer: Transfer, pipe: Pipe) -> None:
         """Give the incomplete message of a short cut to the Exchange, and release the pipe.
@@ -185,7 +190,7 @@ class Engine:
                     self._exchange.resume_send(transfer)
                 elif isinstance(transfer, Receive):
                     self._exchange.resume_receive(transfer, pipe)
-            for other in self._pipes:
+            for other in self.pipes:
                 other.set_behind(True)
         finally:
             pipe.let_go()
@@ -200,13 +205,14 @@ class Engine:
                 self._refuse_waiting(transfer)
                 self._post(transfer)
             else:
-                pipe = self._pipes[0] if transfer.peer is None else self._routes[transfer.peer][0]
+                pipe = self.pipes[0] if transfer.peer is None else self._routes[transfer.peer][0]
                 self._hand_over(transfer, pipe)
-            self._progress.drive_until(transfer, ENDLESS)
+            if not transfer.request:
+                self.progress.drive_until(transfer, ENDLESS)
             return transfer.result()
         except BaseException as error:
             if not transfer.ended and not (status == LATER and isinstance(error, FastcollError)):
-                self._progress.blame(error, transfer.describe)
+                self.progress.blame(error, transfer.describe)
             raise
 
     def _crossing(self, peer: int) -> str:
@@ -224,31 +230,10 @@ class Engine:
 
         In that case the short cut has kept its pipe.
         """
-        for pipe in self._pipes:
+        for pipe in self.pipes:
             if pipe.is_mine():
-                self._progress.blame(error, doing)
-                self._progress.let_go(pipe)
-
-    def sent(self, number: int, array: Array, dst: int, tag: int) -> Work:
-        """Make the Work of a send, and release the pipe. A short cut has put the whole message into the pipe."""
-        send = Send(self._progress, array, dst, tag)
-        self._progress.let_go(self._exchange.note_sent(send, number))
-        return send
-
-    def armed(self, array: Array, src: int, tag: int) -> Work:
-        """Make the Work of a receive that a short cut has armed, and release the pipe.
-
-        The pipe completes an armed receive by itself when the message arrives.
-        """
-        receive = Receive(self._progress, array, src, tag)
-        self._progress.let_go(self._exchange.note_armed(receive))
-        return receive
-
-    def received(self, array: Array, src: int, tag: int) -> Work:
-        """Make the Work of a receive that a short cut has completed."""
-        receive = Receive(self._progress, array, src, tag)
-        receive.complete(src)
-        return receive
+                self.progress.blame(error, doing)
+                self.progress.let_go(pipe)
 
     # ---- posting ----------------------------------------------------------------------------------
 
@@ -262,7 +247,7 @@ class Engine:
         if self._lock.is_closed:
             raise NotInitializedError(f"{transfer.describe}: the group was destroyed; make a new one")
         if self.inbox or not self._takes_short_cut(transfer):
-            self._progress.post(transfer)
+            self.progress.post(transfer)
         return transfer
 
     def _takes_short_cut(self, transfer: Transfer) -> bool:
@@ -270,7 +255,11 @@ class Engine:
         if transfer.peer is None or transfer.peer == self.rank or not transfer.is_plain:
             return False
         pipe, number = self._routes[transfer.peer]
+        if self.progress.thread.is_asleep and pipe.attends:
+            self.progress.thread.wake(anyway=True)
         try:
+            if not transfer.needs_copy_back and pipe.request(transfer, number):
+                return True
             if isinstance(transfer, Send):
                 if not self._exchange.may_begin(transfer):
                     return False
@@ -292,7 +281,7 @@ class Engine:
         except BaseException as error:
             self.torn(error, transfer.describe)
             raise
-        self._progress.let_go(pipe)
+        self.progress.let_go(pipe)
         return True
 
     # ---- requests of compiled callers -------------------------------------------------------------
@@ -300,9 +289,15 @@ class Engine:
     def _take_over_posted(self, pipe: Pipe, ended: bool) -> None:
         pipe.set_behind(True)
         for posted in pipe.take_posted(ended):
+            if posted.work is not None:
+                posted.work.posted = time.monotonic()
+                posted.work.be_of(posted.kind)
+                self.notes(posted.work)
+                self._exchange.take_over(posted.work, posted)
+                continue
             kind = Send if posted.sends else Receive
-            peer = self._progress.events.rank_of(pipe, posted.peer)
-            transfer = kind(self._progress, posted.array, peer, tag_of(posted.kind))
+            peer = self.progress.events.rank_of(pipe, posted.peer)
+            transfer = kind(self.progress, posted.array, peer, tag_of(posted.kind))
             transfer.be_of(posted.kind)
             self._exchange.take_over(transfer, posted)
             self.adopts(posted.number, transfer)
@@ -310,19 +305,27 @@ class Engine:
     def take_over(self) -> None:
         """Take over all requests of compiled callers; block while another thread holds the lock."""
         while not self._lock.is_closed and not self.has_lock():
-            if self._progress.acquire():
+            if self.progress.acquire():
                 try:
-                    self._progress.take_over_posted(ended=True)
+                    self.progress.take_over_posted(ended=True)
                 finally:
-                    self._progress.release()
+                    self.progress.release()
                 return
             self._lock.wait(None)
+
+    def take_over_pending(self) -> None:
+        """Take over all requests that are pending. Blocks while a thread drives them, at most a second."""
+        end = time.monotonic() + 1
+        self.poll()
+        while any(pipe.has_posted() for pipe in self.pipes) and time.monotonic() < end:
+            time.sleep(POLL)
+            self.poll()  # it rings the bell, so a thread that waits for a request takes it over
 
     # ---- the progress of operations ---------------------------------------------------------------
 
     def poll(self) -> None:
         """Progress messages as far as possible without waiting."""
-        self._progress.poll()
+        self.progress.poll()
 
     def is_in_vain(self, work: Work) -> bool:
         """Whether a posted receive has matched no message, and no live peer can send one."""
@@ -341,7 +344,7 @@ class Engine:
 
         The calling thread is the progress thread, or runs a signal handler that has interrupted a call.
         """
-        return self._progress.thread.is_current() or self.has_lock()
+        return self.progress.thread.is_current() or self.has_lock()
 
     def has_lock(self) -> bool:
         """Whether this thread holds a pipe. If so, the caller is a signal handler or a callback of an ImportedArray."""
@@ -349,22 +352,22 @@ class Engine:
 
     def stay_awake(self) -> None:
         """Have the progress thread check every millisecond for receives of compiled callers."""
-        self._progress.thread.wake(anyway=True)
+        self.progress.thread.wake(anyway=True)
 
     def abort(self) -> None:
         """Have all threads that move messages check the group's state at once. Any thread may call it."""
-        self._progress.abort()
+        self.progress.abort()
 
     def close(self, error: GroupError | None) -> None:
         """End all operations with `error`, and release the pipes. A second call has no effect."""
-        self._progress.close(error)
+        self.progress.close(error)
 
     def _refuse_nesting(self, name: str) -> None:
         if self.has_lock():
             raise UsageError(f"{name}: a signal handler may not wait for messages while its thread does")
 
     def _refuse_waiting(self, transfer: Transfer) -> None:
-        if self._progress.thread.is_current():
+        if self.progress.thread.is_current():
             raise UsageError(
                 f"{transfer.describe}: a callback of a Work may not wait for messages while others are under way; "
                 "use isend or irecv there"

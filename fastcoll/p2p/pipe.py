@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ..core.status import LATER
 from ..errors import GroupError
 from ..kernels.primitives import address_of, cells_of
-from .transfers import Held, Send
+from .transfers import Held, Send, Transfer
 
 ARMED = 16
 """The result of `post_receive` if `advance` will complete the receive; all its other results are statuses."""
@@ -42,6 +42,9 @@ ENTERED, ACKED, HEADER, ARRIVED, ACK_SPACE, REST, RECEIVED, BOTH = range(2, 10)
 
 NOT_MINE = -2
 """What `complete` returns if it could not take the pipe."""
+
+QUIET, STILL, STUCK, FINISHED = range(4)
+"""The results of `attend`."""
 
 # The decisions of an ack. TAKEN: a receive has taken the message. MISFIT: the message does not fit the receive's array.
 # GO: the receiver wants the rest of the message.
@@ -90,10 +93,11 @@ class Begun(NamedTuple):
 
 
 class Posted(NamedTuple):
-    """A request that a compiled caller has posted without the engine.
+    """A request that was posted without the engine.
 
     Attributes:
         number: the request's number, by which the caller waits for it.
+        work: the Work of a request of Python; None if a compiled caller has posted the request.
         sends: whether the request is a send.
         peer, kind: the message's peer, and its tag and dtype (`kind_of` in transfers.py).
         array: the bytes of the caller's array.
@@ -104,6 +108,7 @@ class Posted(NamedTuple):
     """
 
     number: int
+    work: Transfer | None
     sends: bool
     peer: int
     kind: int
@@ -120,11 +125,13 @@ class Pipe(Protocol):
     Attributes:
         eager: the most bytes of a message that are attached.
         window: the most attached bytes, of all messages to one peer, that may be without an ack.
+        attends: whether the pipe has requests of Python, and `attend`.
         most_unacked: the most messages to one peer that may be without an ack; later messages wait.
     """
 
     eager: int = ENDLESS_BYTES
     window: int = ENDLESS_BYTES
+    attends: bool = False
     most_unacked: int = 1 << 16  # each costs the receiver 0.3 KiB
 
     # ---- BUSY and BEHIND -------------------------------------------------------------------------
@@ -240,26 +247,58 @@ class Pipe(Protocol):
         """Hand over to the engine a receive from a peer or ANY; return None if its message has not begun to arrive."""
         raise AssertionError("this pipe has none")
 
-    # ---- requests of compiled callers --------------------------------------------------------------
+    # ---- requests ---------------------------------------------------------------------------------
+
+    def request(self, transfer: Transfer, peer: int) -> bool:
+        """Post an operation, and store its request's number in it. Never blocks.
+
+        Compiled code completes the request, unless `take_posted` removes it. Returns False if the engine must carry
+        the operation out.
+        """
+        return False
+
+    def wait_request(self, number: int) -> bool:
+        """Wait for a request of Python; return False if the engine must continue it."""
+        return False
+
+    def test_request(self, number: int) -> bool | None:
+        """Return whether a request of Python has ended; None if the engine must continue it."""
+        return None
 
     def has_posted(self) -> bool:
         """Whether `take_posted` would return requests. Any thread may call this."""
         return False
 
     def take_posted(self, ended: bool) -> list[Posted]:
-        """Return the requests of compiled callers, in order, and remove them from the pipe.
+        """Return the requests, in order, and remove them from the pipe.
 
         Args:
             ended: whether to include requests that have ended without an error.
         """
         return []
 
+    def take_ended(self) -> list[Transfer]:
+        """Return the Works of Python's requests that have ended and were not waited for; remove them from the pipe."""
+        return []
+
     def touched(self) -> int:
-        """Return a counter that grows whenever compiled callers work on their requests."""
+        """Return a counter that grows whenever a thread works on requests."""
         return 0
 
     def stay_awake(self) -> None:
-        """Record that from now on the progress thread checks `has_posted` and `touched` every millisecond."""
+        """Record that the calling thread, the progress thread, checks `has_posted` and `touched` every millisecond."""
+        return None
+
+    def attend(self) -> int:
+        """Progress the requests for a millisecond, whenever no other thread has done so for 0.1 ms.
+
+        Returns:
+            STUCK: the engine must take over the requests. STILL: nothing has moved. FINISHED: `take_ended` has Works.
+        """
+        return QUIET
+
+    def recall(self) -> None:
+        """Have `attend` return at once. Any thread may call this."""
         return None
 
     def may_sleep(self) -> bool:
@@ -349,8 +388,8 @@ class WordPipe(Pipe):
     """A pipe whose kernels keep their state in int64 words: a table of the pipe, and a row for each peer.
 
     Args:
-        words: the module with the indices of words. In the table: BUSY, BEHIND and STORED. In a peer's row: WATCHED,
-            OWED, ARMED_KIND and, from ACK_NUMBER on, the four words of an ack.
+        words: the module with the indices of words. In the table: BUSY and BEHIND. In a peer's row: WATCHED, OWED
+            and, from ACK_NUMBER on, the four words of an ack.
 
     Attributes:
         address: the address of the table, which is the first argument of the kernels.
@@ -361,7 +400,6 @@ class WordPipe(Pipe):
     def __init__(self, words: ModuleType, table_words: int, row_words: int, size: int) -> None:
         self.table = np.zeros(table_words, np.int64)
         self.rows = np.zeros((size, row_words), np.int64)
-        self.rows[:, words.ARMED_KIND] = -1
         self.address = address_of(self.table)
         self.words = cells_of(self.table)
         self.cells = cells_of(self.rows)
@@ -398,12 +436,3 @@ class WordPipe(Pipe):
 
     def note_owed(self, peer: int, count: int) -> None:
         self.put(peer, self._at.OWED, count)
-
-    def note_stored(self, count: int) -> None:
-        self.words[self._at.STORED] = count
-
-    def is_armed(self, peer: int) -> bool:
-        return self.word(peer, self._at.ARMED_KIND) >= 0
-
-    def disarm(self, peer: int) -> None:
-        self.put(peer, self._at.ARMED_KIND, -1)

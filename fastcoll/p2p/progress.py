@@ -311,6 +311,10 @@ class Progress:
         """Drive until a transfer has ended, `end` has passed, or there is work that must be done without the lock."""
         self.drives += 1
         self.lock.is_consistent = True
+        # `acquire` has taken over pending requests, so this one has ended: a thread has collected it, and a signal
+        # handler has raised before the thread could complete the transfer.
+        if transfer.request and not transfer.ended and transfer not in self.exchange.live:
+            transfer.complete_request()
         while not transfer.ended and not self.exchange.ended and not self.lock.is_closed:
             if self.inbox:
                 if not self.is_ready(self.inbox[0]):
@@ -361,6 +365,12 @@ class Progress:
             pass
         if time.monotonic() >= self.checks.next:
             self.checks.check()
+
+    def collect(self) -> None:
+        """Complete the requests of Python that have ended and for which no thread has waited."""
+        for pipe in self._pipes:
+            for transfer in pipe.take_ended():
+                transfer.complete_request()
 
     def drive_unattended(self) -> bool:
         """Drive until another thread wants the lock or no operation is left; False: another thread holds the lock."""

@@ -20,7 +20,8 @@ from ..core.operands import refuses
 from ..core.status import DONE, LATER
 from ..core.work import Work
 from .engine import Engine
-from .pipe import ANY, ARMED
+from .pipe import ANY
+from .transfers import Receive, Send
 
 
 class Entries(NamedTuple):
@@ -60,7 +61,9 @@ def short_cuts(
             number, and `isend` and `irecv` do not work.
     """
     send_now, receive_now, post_send, post_receive = entries
-    note = group.gate.unobserved.note
+    progress = messages.progress
+    messages.notes = group.gate.unobserved.note
+    pipe = messages.pipes[0]
 
     def torn(error: BaseException, doing: str, *integers: Any) -> bool:
         """Clean up after an exception in a short cut; return whether to raise it.
@@ -108,24 +111,23 @@ def short_cuts(
         return group.recv(tensor, src if src is None else rank_of(src), tag)
 
     def isend(tensor: Any, dst: int, tag: int = 0) -> Work:
-        if not messages.inbox and type(dst) is int and not messages.queued.get(dst):
-            try:
-                number = post_send.call(address, dst, tensor, tag, -1)
-                if number >= 0:
-                    return note(messages.sent(number, tensor, dst, index(tag)))
-            except BaseException as error:
-                if torn(error, "isend", dst, tag):
-                    raise
+        try:
+            send = Send(progress, tensor, dst, tag, 0.0)
+            if (number := post_send.call(address, dst, tensor, tag, -1, send)) >= 0:
+                send.pipe, send.request = pipe, number
+                return send
+        except BaseException as error:
+            if torn(error, "isend", dst, tag):
+                raise
         return group.isend(tensor, dst, tag)
 
     def irecv(tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> Work:
-        if not messages.inbox and type(src) is int and status is None:
+        if src is not None and status is None:
             try:
-                code = post_receive.call(address, src, tensor, tag, -1)
-                if code == DONE:
-                    return messages.received(tensor, src, index(tag))
-                if code == ARMED:
-                    return note(messages.armed(tensor, src, index(tag)))
+                receive = Receive(progress, tensor, src, tag, 0.0)
+                if (number := post_receive.call(address, src, tensor, tag, -1, receive)) >= 0:
+                    receive.pipe, receive.request = pipe, number
+                    return receive
             except BaseException as error:
                 if torn(error, "irecv", src, tag):
                     raise

@@ -2,7 +2,9 @@
 
 The thread starts with the first operation that is not complete at once. While operations are under way, it checks
 every millisecond whether another thread has driven (moved messages) since the last check. If none has, the progress
-thread drives until another thread wants the lock. After 50 ms without operations it sleeps until it is woken.
+thread drives until another thread wants the lock. It carries requests (`Pipe.request`) on in compiled code, without the
+GIL (`Pipe.attend`), and has the engine take them over if that is needed, or if nothing has moved for 50 ms: then the
+engine checks deadlines and peers. After 50 ms without operations and requests it sleeps until it is woken.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Protocol
 
 from ..core.work import ENDLESS
 from .lock import NAP, ProgressLock
+from .pipe import FINISHED, STILL, STUCK
 from .transfers import Transfer
 
 _NAPS = 50  # naps without operations before the thread sleeps
@@ -35,6 +38,9 @@ class Unattended(Protocol):
 
     def drive_unattended(self) -> bool:
         """Drive until another thread wants the lock or no operation is left; False: another thread holds the lock."""
+
+    def collect(self) -> None:
+        """Complete the requests of Python that have ended and for which no thread has waited."""
 
 
 class ProgressThread:
@@ -70,6 +76,8 @@ class ProgressThread:
                 self._thread = thread
             self.is_asleep = False
             self._changed.notify_all()
+        for pipe in self._lock.pipes:
+            pipe.recall()
 
     def call_back(self, transfer: Transfer) -> None:
         """Have the progress thread call the callbacks of a transfer that has ended."""
@@ -100,7 +108,8 @@ class ProgressThread:
             self._thread.join(seconds)
 
     def _run(self) -> None:
-        idle, drives, touched, pipes = 0, -1, 0, self._lock.pipes
+        idle, still, drives, touched, pipes = 0, 0, -1, 0, self._lock.pipes
+        attended = next((pipe for pipe in pipes if pipe.attends), None)
         with self._changed:
             if not self.is_current():  # the thread that started this one was interrupted
                 return
@@ -109,13 +118,16 @@ class ProgressThread:
             self.run_callbacks()
             self._unattended.connect_posts()
             before, touched = touched, sum(pipe.touched() for pipe in pipes)
-            if touched != before:  # compiled callers move their messages themselves
+            attends = attended is not None and not self._unattended.has_operations()
+            if touched != before:  # another thread progresses its requests itself
                 idle = 0
             elif not (self._unattended.has_operations() or any(pipe.has_posted() for pipe in pipes)):
                 idle += 1
             else:
                 idle = 0
-                if drives == self._unattended.drives and self._unattended.drive_unattended():
+                unattended = drives == self._unattended.drives and (not attends or still > _NAPS)
+                if unattended and self._unattended.drive_unattended():
+                    still = 0
                     continue
             drives = self._unattended.drives
             with self._changed:
@@ -124,8 +136,14 @@ class ProgressThread:
                 if idle > _NAPS and all([pipe.may_sleep() for pipe in pipes]):
                     self._sleep()
                     idle = 0
-                else:
+                    continue
+                if attended is None or not attends:
                     self._changed.wait(NAP)
+                    continue
+            found = attended.attend()
+            still = still + 1 if found == STILL else _NAPS + 1 if found == STUCK else 0
+            if found == FINISHED:
+                self._unattended.collect()
 
     def _sleep(self) -> None:
         """Sleep until woken, unless an operation was posted before `is_asleep` was set."""

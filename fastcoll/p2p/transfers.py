@@ -19,7 +19,7 @@ from ..core import signature
 from ..core.message import Status
 from ..core.monitor import Monitor, Wait
 from ..core.operands import ANY_TAG, JAX_TAGS, LARGEST_TAG, OBJECTS_TAG
-from ..core.work import Work
+from ..core.work import Timeout, Work, is_progressing
 from ..errors import MismatchError
 from ..kernels.primitives import address_of
 
@@ -109,6 +109,16 @@ def unfit(doing: str, receiver: str, array: Held, sender: str, message: Held) ->
     )
 
 
+class RequestPipe(Protocol):
+    """The part of a Pipe (pipe.py) that transfers use."""
+
+    def wait_request(self, number: int) -> bool:
+        """Wait for a request; return False if the engine must continue it."""
+
+    def test_request(self, number: int) -> bool | None:
+        """Return whether a request has ended; None if the engine must continue it."""
+
+
 class Driver(Protocol):
     """The part of Progress (progress.py) that transfers use.
 
@@ -142,21 +152,26 @@ class Transfer(Work):
         posted: the time of posting, by time.monotonic.
         is_small: whether a short cut of the pipe has posted the operation.
         number: for a send that a short cut has posted, the message's number among those to its peer; else 0.
+        request, pipe: the number of its request and the pipe that has it (`Pipe.request`); 0: it never had one.
     """
 
     is_plain = True
     is_small = False
-    number = 0
+    number = request = 0
+    pipe: RequestPipe
+    needs_copy_back = False
     outputs: list[Any] = []  # noqa: RUF012  (a message has no outputs, so this list stays empty)
     _kind: int | None = None
     _watch: Wait | None = None
 
-    def __init__(self, engine: Driver, array: Array, peer: int | None, tag: int) -> None:
+    def __init__(
+        self, engine: Driver, array: Array, peer: int | None, tag: int, posted: float | None = None
+    ) -> None:
         self._engine = engine
         self.array = array
         self.peer = peer
         self.tag = tag
-        self.posted = time.monotonic()
+        self.posted = time.monotonic() if posted is None else posted
 
     @property
     def name(self) -> str:
@@ -211,10 +226,26 @@ class Transfer(Work):
     def _await_end(self, limit: float) -> bool:
         return self._engine.await_end(self, limit)
 
+    def wait(self, timeout: Timeout = None) -> bool:
+        """Do what a Work's `wait` does; complete a request with one compiled call if nothing goes wrong."""
+        is_quick = self.request and timeout is None and not self.ended and not is_progressing()
+        if is_quick and self.pipe.wait_request(self.request):
+            self.complete(self.peer if self.needs_message else None)
+            return True
+        return super().wait(timeout)
+
+    def complete_request(self) -> None:
+        """Record that the operation's request has ended without an error. Two threads may do so at the same time."""
+        self.complete(self.peer if self.needs_message else None)
+
     def is_completed(self) -> bool:
         """Progress messages, and return whether the operation has ended, with success or an error. Never blocks."""
         if not self.ended:
-            self._engine.poll()
+            has_ended = self.pipe.test_request(self.request) if self.request else None
+            if has_ended:
+                self.complete_request()
+            elif has_ended is None:
+                self._engine.poll()
         return self.ended
 
     def _call_back(self) -> None:
@@ -256,29 +287,22 @@ class Send(Transfer):
 
 
 class Receive(Transfer):
-    """A receive from `peer`, or from any rank.
-
-    Args:
-        imported: the caller's array, if the message may have to be copied back to it at the end; else None.
-        status: filled when the receive completes. If it is given, the message may be shorter than the array.
-    """
+    """A receive from `peer`, or from any rank."""
 
     needs_message = True
+    _imported: ImportedArray | None = None
+    _status: Status | None = None
 
-    def __init__(
-        self,
-        engine: Driver,
-        array: Array,
-        peer: int | None,
-        tag: int,
-        imported: ImportedArray | None = None,
-        status: Status | None = None,
-    ) -> None:
-        super().__init__(engine, array, peer, tag)
-        self._imported = imported
-        self._status = status
-        if tag < 0 or status is not None:
-            self.is_plain = False
+    def into(self, imported: ImportedArray | None, status: Status | None = None) -> Receive:
+        """Set what the general path needs, and return self.
+
+        Args:
+            imported: the caller's array, if the message may have to be copied back to it at the end; else None.
+            status: filled when the receive completes. If it is given, the message may be shorter than the array.
+        """
+        self._imported, self._status = imported, status
+        self.is_plain = self.tag >= 0 and status is None
+        return self
 
     @property
     def name(self) -> str:
@@ -309,7 +333,7 @@ class Receive(Transfer):
             self._imported.put(address, nbytes)
 
     @property
-    def needs_copy_back(self) -> bool:
+    def needs_copy_back(self) -> bool:  # type: ignore[override]
         """Whether `finish` has anything to do, which may take long."""
         return self._imported is not None and self._imported.needs_copy_back
 

@@ -31,7 +31,7 @@ from ..record.recorder import GroupRecorder
 from ..store import Store
 from ..system.processes import Member
 from . import context_layout as words
-from . import movement, open_calls, reductions, ring_kernels, symmetric, tuning_cache, tuning_table
+from . import movement, open_calls, reductions, requests, ring_kernels, symmetric, tuning_cache, tuning_table
 from .callers import ShmNativeCalls
 from .calls import Calls
 from .context import ShmContext, backoff, words_for
@@ -233,9 +233,9 @@ _ENTRIES: dict[str, Entry] = {entry.name: entry for entry in _COLLECTIVES} | {"e
 
 ENTRIES: tuple[Entry, ...] = (
     waiting.seize, open_calls.take_over, open_calls.watch, tuning_table.read_clock, reductions.barrier, *_COLLECTIVES,
-    ring_kernels.send, ring_kernels.receive, ring_kernels.post_send, ring_kernels.post_receive, ring_kernels.complete,
-    ring_kernels.begin, ring_kernels.accept, ring_kernels.acknowledge, ring_kernels.advance, ring_kernels.claim,
-    ring_kernels.retire,
+    ring_kernels.send, ring_kernels.receive, requests.post_send, requests.post_receive, requests.wait, requests.test,
+    requests.attend, ring_kernels.begin, ring_kernels.accept, ring_kernels.acknowledge, ring_kernels.advance,
+    ring_kernels.claim, ring_kernels.retire,
     symmetric.copy_bytes, symmetric.count_signal, symmetric.await_signal,
 )  # fmt: skip
 """All entries, for compilation ahead of time."""

@@ -23,14 +23,14 @@ from ..core.status import DONE, LATER
 from ..core.work import Work
 from ..p2p.engine import Engine
 from ..p2p.short_cuts import Entries, short_cuts
-from . import ring_kernels
+from . import requests, ring_kernels
 from .calls import Calls
 from .inline_start import InlineStart
 from .movement import all_gather, all_to_all, broadcast, gather, scatter
 from .reductions import all_reduce, barrier, reduce, reduce_scatter, scan
 
 BARRIER = signature.encode("barrier")
-MESSAGES = Entries(ring_kernels.send, ring_kernels.receive, ring_kernels.post_send, ring_kernels.post_receive)
+MESSAGES = Entries(ring_kernels.send, ring_kernels.receive, requests.post_send, requests.post_receive)
 
 
 class Fast:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
 from ..core.monitor import Monitor
-from ..core.status import DONE
+from ..core.status import DONE, LATER
 from ..errors import AbortedError, GroupError
 from ..kernels import waiting
 from ..kernels.primitives import address_of
 from ..p2p import handles
 from ..p2p.pipe import Ack, Begun, Header, Posted, WordPipe
-from ..p2p.transfers import Send
-from . import autotune, ring_kernels
+from ..p2p.transfers import Send, Transfer
+from . import autotune, requests, ring_kernels
 from . import rings as words
 from .context import BUDGET
 from .layout import Layout
@@ -34,6 +35,8 @@ class RingPipe(WordPipe):
         backoff: numbers of polls and then of yields before a waiting kernel sleeps.
         context: address of the group's context.
     """
+
+    attends = True
 
     def __init__(
         self, base: int, layout: Layout, rank: int, monitor: Monitor, backoff: tuple[int, int], context: int
@@ -103,16 +106,6 @@ class RingPipe(WordPipe):
     def receive(self, array: NDArray[Any], source: int, kind: int) -> int:
         return ring_kernels.receive.call(self.address, source, array, kind, array.nbytes)
 
-    def post_send(self, array: NDArray[Any], peer: int, kind: int) -> tuple[int, bool] | None:
-        number = ring_kernels.post_send.call(self.address, peer, array, kind, array.nbytes)
-        return None if number < 0 else (number, False)
-
-    def post_receive(self, array: NDArray[Any], source: int, kind: int) -> int:
-        return ring_kernels.post_receive.call(self.address, source, array, kind, array.nbytes)
-
-    def complete(self, handled: int, peer: int, number: int) -> int:
-        return ring_kernels.complete.call(self.address, handled, peer, number)
-
     def leave_send(self, peer: int) -> tuple[int, bool, bool]:
         return self.word(peer, words.SENT), self._is_entering(peer), False
 
@@ -124,7 +117,24 @@ class RingPipe(WordPipe):
         header = self.header(peer)
         return Begun(peer, header.number, arriving=True, whole=False, asking=False)
 
-    # ---- requests of compiled callers --------------------------------------------------------------
+    # ---- requests ---------------------------------------------------------------------------------
+
+    def request(self, transfer: Transfer, peer: int) -> bool:
+        array, entry = (
+            transfer.array,
+            requests.post_send if isinstance(transfer, Send) else requests.post_receive,
+        )
+        number = entry.call(self.address, peer, array, transfer.kind, array.nbytes, transfer)
+        if number >= 0:
+            transfer.pipe, transfer.request = self, number
+        return number >= 0
+
+    def wait_request(self, number: int) -> bool:
+        return requests.wait.call(self.address, number) < DONE
+
+    def test_request(self, number: int) -> bool | None:
+        code = requests.test.call(self.address, number)
+        return None if code == LATER else code == -2
 
     def has_posted(self) -> bool:
         return self.words[words.REQUESTS + words.PENDING] != 0
@@ -137,24 +147,44 @@ class RingPipe(WordPipe):
             for index, record in enumerate(records.tolist())
             if record[words.NUMBER] > 0 and record[words.STATE] < words.ENDED + ended
         ]
-        # A waiting thread may collect an ended request at the same time; only one of the two threads gets it.
-        taken = [
+        taken = self._claim(found)
+        table[words.PENDING] = table[words.TIMED] = 0
+        return [self._posted(record) for record in taken]
+
+    def take_ended(self) -> list[Transfer]:
+        table = self.table[words.REQUESTS :]
+        records = table[words.RECORDS :].reshape(-1, words.RECORD_WORDS)
+        found = [
+            (index, record)
+            for index, record in enumerate(records.tolist())
+            if record[words.NUMBER] > 0
+            and record[words.STATE] == words.ENDED
+            and record[words.OWNER] & words.IS_WORK
+        ]
+        return [_work_of(record[words.OWNER]) for record in self._claim(found)]
+
+    def _claim(self, found: list[tuple[int, list[int]]]) -> list[list[int]]:
+        """Take these records, each with its index, from the mailbox; return those that were taken, in order.
+
+        A waiting thread may collect an ended request at the same time; only one of the two threads gets it.
+        """
+        return sorted(
             record
             for index, record in found
-            if ring_kernels.claim.call(self.address, index, record[0]) == DONE
-        ]
-        table[words.PENDING] = 0
-        return [self._posted(record) for record in sorted(taken)]
+            if ring_kernels.claim.call(self.address, index, record[words.NUMBER]) == DONE
+        )
 
     def _posted(self, record: Sequence[int]) -> Posted:
         number, state, peer, message, kind, nbytes, address, owner, *refused = record
         entering = message == self.word(peer, words.SENT) and self._is_entering(peer)
+        work = _work_of(owner) if owner & words.IS_WORK else None
         return Posted(
             number,
+            work,
             message > 0,
             peer,
             kind,
-            handles.memory(address, nbytes, owner),
+            handles.memory(address, nbytes, 0 if work else owner),
             message,
             under_way=entering or state == words.ARRIVING,
             ended=state == words.ENDED,
@@ -168,7 +198,14 @@ class RingPipe(WordPipe):
         return self.words[words.REQUESTS + words.TOUCHED]
 
     def stay_awake(self) -> None:
+        self.words[words.REQUESTS + words.ATTENDANT] = threading.get_ident()
         self.words[words.REQUESTS + words.AWAKE] = 1
+
+    def attend(self) -> int:
+        return requests.attend.call(self.address)
+
+    def recall(self) -> None:
+        self.words[words.REQUESTS + words.RECALLED] = 1
 
     def may_sleep(self) -> bool:
         if not self.words[words.REQUESTS + words.AWAKE]:
@@ -205,3 +242,11 @@ class RingPipe(WordPipe):
 
     def acknowledge(self, peer: int, ack: Ack) -> bool:
         return ring_kernels.acknowledge.call(self.address, peer, *ack) == DONE
+
+
+def _work_of(owner: int) -> Transfer:
+    """Return the Work that a record owns, and drop the record's reference."""
+    work = ctypes.cast(owner ^ words.IS_WORK, ctypes.py_object)
+    transfer: Transfer = work.value
+    ctypes.pythonapi.Py_DecRef(work)
+    return transfer

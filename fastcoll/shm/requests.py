@@ -1,23 +1,23 @@
-"""Messages of compiled callers (callers/): C functions that send, receive, post and wait, for kernels/c_entries.py.
+"""Posted messages: entries for Python's isend, irecv and wait, and C functions for compiled callers (callers/).
 
-A *request* is a send or receive that a compiled caller has posted. It has a *record* in the mailbox (rings.py). These
-functions complete requests without Python; a thread that waits for one request makes progress on all of them. They
-handle the common case only: the engine (p2p/engine.py) has no operation, the peer is known, and its next message
-matches a posted receive. They leave everything else to Python: the engine takes over the pending records when it next
-takes the rings, and Python completes any request that has no record.
+A *request* is a posted message; it has a *record* in the mailbox (rings.py). These functions complete requests without
+the engine (p2p/engine.py); a thread that waits for one request makes progress on all of them. They handle the common
+case only: the engine has no operation, the peer is known, and its next message matches a posted receive. They leave
+everything else to the engine, which takes over the pending records when it next takes the rings.
 
 BUSY, BEHIND and PENDING are words of the mailbox. BUSY is the lock of the rings.
 
 Invariants:
 
 - Only the thread that holds BUSY writes PENDING, or a record that is in use and has not ended.
-- BEHIND is not 0 while PENDING is not 0. It is BY_COMPILED if only compiled callers have operations. A blocking call
-  must not overtake their requests, so it posts a request as well, or the engine runs it.
-- A thread that posts through the engine may set BEHIND to BY_PYTHON at any time. `_take` then fails until the engine
-  resets it. Functions here change BEHIND by compare-and-swap from 0 or BY_COMPILED, so they never overwrite BY_PYTHON.
-- When a request has ended, its record belongs to the thread whose compare-and-swap of NUMBER succeeds. A wait swaps in
-  the negative number, so that a second wait for the same request sees that the first one has finished. The engine, if
-  it takes the request over, swaps in 0. Only the thread that succeeded releases the array, so it is released once.
+- A blocking call must not overtake requests. It reads PENDING after it has taken BUSY, under which alone PENDING
+  changes. While PENDING is not 0, the call posts a request as well, or the engine runs it.
+- Only Python writes BEHIND. A thread that posts through the engine may set it at any time. `_take` fails while it is
+  set.
+- When a request has ended, its record belongs to the thread whose compare-and-swap of NUMBER succeeds. A wait stores
+  the negative number, from which a second wait sees that the first one has finished; the engine, if it takes the
+  request over, stores 0. Only the thread that succeeded releases the array, so the array is released once. Python's
+  requests are collected and claimed with the GIL.
 - A thread that reuses a record stores 0 to NUMBER and then writes STATE, PEER and OWNER, all with release. A thread
   that waits for the record's previous request reads PEER, with acquire, and then checks NUMBER. If NUMBER is still that
   of the previous request, the PEER that was read also belongs to that request.
@@ -28,7 +28,7 @@ Invariants:
 from __future__ import annotations
 
 from ..compiler import llvm
-from ..compiler.jit import inlined, instruction, kernel
+from ..compiler.jit import entry, inlined, instruction, kernel, locked_entry
 from ..core.operands import ANY_TAG, LARGEST_TAG
 from ..core.status import DONE, LATER
 from ..kernels.failing import reached
@@ -40,24 +40,40 @@ from ..kernels.primitives import (
     store_word,
     swap_if_equal,
     this_thread,
+    ticks,
 )
-from ..kernels.waiting import moved, rest, seize_unless
-from ..p2p.pipe import ANY, TAKEN
+from ..kernels.pyobjects import (
+    WRITEABLE,
+    Index,
+    PyObject,
+    add_reference,
+    drop_reference,
+    integer,
+    object_at,
+    release_gil,
+    take_gil,
+)
+from ..kernels.waiting import IDLE, moved, nap, rest, seize_unless
+from ..p2p.pipe import ANY, FINISHED, QUIET, STILL, STUCK, TAKEN
 from ..p2p.transfers import DTYPE_BITS
 from . import rings as r
-from .autotune import DIRECT, LARGE, SMALLEST
+from .autotune import CALLS, DIRECT, LARGE, ROW, SMALLEST, conclude
 from .ring_kernels import (
     POSTED_RECEIVE,
     POSTED_SEND,
     channel_of,
+    choose_algorithm,
     fastest_known,
+    has_requests,
     is_kind,
     is_peer,
     is_shut,
     let_go,
+    message_of,
     run_receive,
     run_send,
 )
+from .validate import data_of
 
 BESIDE = 1 << 60
 """`send_call` and `receive_call` return BESIDE + number for a request that they leave to Python; numbers are lower."""
@@ -66,7 +82,17 @@ COUNT_AT, MAILBOX_AT = 5, 48  # positions of bit fields in a number
 _FIRST = 1 << COUNT_AT
 
 _IDLE, _MOVED, _STUCK = 0, 1, 2  # results of `_progress`
-_TRIES = 200  # tries to take BUSY; another thread may hold it only to check whether it has anything to do
+_TRIES = 2000  # tries to take BUSY, some 40 us; `attend` holds it for one piece of a message
+_AT_ONCE = 8 << 10  # bytes that a post receives if they have arrived; they take 1 us
+_CLOSELY = 256  # polls with the GIL, some microseconds
+_GAP = 64  # pauses, about 2 us
+_SOON = (
+    1 << 15
+)  # ticks between a send's `post` and its `wait`, some 10 us; after more, its time does not count
+_MANY = 16  # requests posted or waited for between two looks of `attend`; the next look is after 1 ms
+_LONG_NAPS = 20  # the value of IDLE from which a nap takes 1 ms
+_LOOKS = 10  # naps of 0.1 ms in one `attend`
+MOVED = -1  # a result of `_attend`, besides those of `attend`
 _DTYPES = (1 << DTYPE_BITS) - 1
 _ROUNDS_A_CALL = 2048  # at most 128 MiB, which take 20 ms, between two checks for signals
 _MOST_IN_VAIN = 1 << 16  # tests without progress, in at least 3 ms; then Python checks the clock and peers
@@ -107,6 +133,15 @@ def _is_over(m, number):
 
 
 @inlined
+def _time_no_more(m):
+    """Ignore the time of the send that the tuner times, because no thread has driven it from the beginning."""
+    if load_word(_table(m), r.TIMED) != 0:
+        row = load_word(m + 8 * r.CHOOSING, ROW)
+        store_word(row, CALLS, load_word(row, CALLS) + 1)
+        store_word(_table(m), r.TIMED, 0)
+
+
+@inlined
 def _begin(m, is_tag, peer):
     """Take the rings for a new request; return False if Python must post the request."""
     if not is_tag or is_shut(m, -1) or not is_peer(m, peer):
@@ -124,14 +159,14 @@ def _take(m):
     """Take the rings unless the engine has operations; return whether they were taken."""
     tries = 0
     while not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
-        if tries == _TRIES:
+        if tries == _TRIES or load_acquire(m + 8 * r.BEHIND) != 0:
             return False
         pause()
         tries += 1
-    if load_acquire(m + 8 * r.BEHIND) == r.BY_PYTHON:
+    if load_acquire(m + 8 * r.BEHIND) != 0:
         store_release(m + 8 * r.BUSY, 0)
         return False
-    store_word(_table(m), r.TOUCHED, load_word(_table(m), r.TOUCHED) + 1)
+    store_release(_table(m) + 8 * r.TOUCHED, load_word(_table(m), r.TOUCHED) + 1)
     return True
 
 
@@ -152,7 +187,7 @@ def _free_record(m):
 
 @kernel
 def _note(m, index, state, peer, message, kind, nbytes, data, owner):
-    """Fill a record, release the rings, and return the request's number."""
+    """Fill a record, and return the request's number."""
     t = _table(m)
     record = _record(m, index)
     count = load_word(t, r.COUNT) + 1
@@ -168,8 +203,6 @@ def _note(m, index, state, peer, message, kind, nbytes, data, owner):
     store_word(record, r.DATA, data)
     store_release(record + 8 * r.NUMBER, number)
     store_word(t, r.PENDING, load_word(t, r.PENDING) + 1)
-    swap_if_equal(m + 8 * r.BEHIND, 0, r.BY_COMPILED)
-    store_release(m + 8 * r.BUSY, 0)
     return number
 
 
@@ -181,7 +214,7 @@ def _post_send(m, data, owner, nbytes, kind, peer):
     channel = channel_of(m, peer)
     if load_word(channel, r.OUT_HEAD) < load_word(channel, r.OUT_END):
         _progress(m)
-    algorithm = fastest_known(m, r.SENDS, nbytes, SMALLEST)
+    algorithm = fastest_known(m, r.POSTS, nbytes, SMALLEST)
     frame = r.FRAME_UNIT if algorithm == DIRECT else r.frame_of(nbytes)
     is_free = load_word(channel, r.OUT_HEAD) == load_word(channel, r.OUT_END)
     # Unread acks must fit into their slots, because perhaps no thread reads them while this rank does other work.
@@ -194,10 +227,17 @@ def _post_send(m, data, owner, nbytes, kind, peer):
     index = _free_record(m)
     if index < 0:
         return let_go(m, -1)
+    is_timed = nbytes >= SMALLEST and load_word(_table(m), r.TIMED) == 0
+    if is_timed:
+        algorithm = choose_algorithm(m, r.POSTS, nbytes, SMALLEST, 0)
     r.begin_message(channel, data, nbytes, kind, algorithm)
+    number = _note(m, index, r.SENDING, peer, load_word(channel, r.SENT), kind, nbytes, data, owner)
     r.push(m, channel)
     reached(POSTED_SEND)
-    return _note(m, index, r.SENDING, peer, load_word(channel, r.SENT), kind, nbytes, data, owner)
+    if is_timed:
+        store_word(_table(m), r.TIMED, number)
+        store_word(_table(m), r.POSTED_AT, ticks())
+    return let_go(m, number)
 
 
 @kernel
@@ -212,8 +252,11 @@ def _post_receive(m, data, owner, nbytes, kind, peer, waits):
     # The sender blocks until the message is read. If no thread waits here, only the engine's thread can read it.
     if index < 0 or not (waits or load_word(_table(m), r.AWAKE) != 0):
         return let_go(m, -1)
+    number = _note(m, index, r.RECEIVING, peer, 0, kind, nbytes, data, owner)
     reached(POSTED_RECEIVE)
-    return _note(m, index, r.RECEIVING, peer, 0, kind, nbytes, data, owner)
+    if r.frame_of(nbytes) <= _AT_ONCE and _accept(m, channel_of(m, peer), peer) == _MOVED:
+        _progress(m)
+    return let_go(m, number)
 
 
 def post_send_call(m, data, owner, nbytes, kind, peer):
@@ -232,11 +275,8 @@ def post_receive_call(m, data, owner, nbytes, kind, peer):
 @inlined
 def _end(m, record, state):
     """Set a request's final state: ENDED, or MISFIT, for which Python raises the error."""
-    t = _table(m)
     if state == r.ENDED:
-        store_word(t, r.PENDING, load_word(t, r.PENDING) - 1)
-        if load_word(t, r.PENDING) == 0:
-            swap_if_equal(m + 8 * r.BEHIND, r.BY_COMPILED, 0)
+        store_word(_table(m), r.PENDING, load_word(_table(m), r.PENDING) - 1)
     store_release(record + 8 * r.STATE, state)
 
 
@@ -272,6 +312,9 @@ def _push(m, channel, peer):
         progress = _MOVED
         record = _find(m, peer, r.SENDING, load_word(channel, r.ACK_NUMBER), 0)
         if record != 0:
+            if load_word(record, r.NUMBER) == load_word(_table(m), r.TIMED):
+                conclude(m + 8 * r.CHOOSING)
+                store_word(_table(m), r.TIMED, 0)
             store_word(record, r.REFUSED_NBYTES, load_word(channel, r.ACK_NBYTES))
             store_word(record, r.REFUSED_KIND, load_word(channel, r.ACK_KIND))
             _end(m, record, r.ENDED if load_word(channel, r.ACK_DECISION) == TAKEN else r.MISFIT)
@@ -306,9 +349,10 @@ def _pull(m, channel, record):
     if not r.pull(m, channel):
         return _IDLE
     if load_word(channel, r.IN_TAIL) == load_word(channel, r.IN_END):
-        message, nbytes = load_word(channel, r.RECEIVED), load_word(record, r.NBYTES)
-        r.write_ack(channel, message, TAKEN, nbytes, load_word(channel, r.IN_KIND))
+        nbytes = load_word(record, r.NBYTES)
+        # The peer may leave once it has the ack, and its departure fails the receives that are pending.
         _end(m, record, r.ENDED)
+        r.write_ack(channel, load_word(channel, r.RECEIVED), TAKEN, nbytes, load_word(channel, r.IN_KIND))
     return _MOVED
 
 
@@ -346,6 +390,14 @@ def _collect(m, record, number):
     because afterwards the record may be in use again.
     """
     peer, owner = load_acquire(record + 8 * r.PEER), load_acquire(record + 8 * r.OWNER)
+    if owner & r.IS_WORK:  # only threads with the GIL collect it, so they need no swap
+        if _is_over(m, number):
+            return -1 - peer
+        if load_acquire(record + 8 * r.NUMBER) != number:
+            return LATER
+        store_release(record + 8 * r.NUMBER, -number)
+        drop_reference(owner ^ r.IS_WORK)
+        return -1 - peer
     if swap_if_equal(record + 8 * r.NUMBER, number, -number):
         if owner != 0:
             _release(load_word(_table(m), r.RELEASE), owner)
@@ -367,6 +419,22 @@ def _idle_or_return(m, found, idle, rounds):
     return idle + 1
 
 
+@inlined
+def _is_pending(m, record, number):
+    """Whether a request has not ended. The rings must be held. Another thread may collect the record meanwhile."""
+    return _record_of(m, number) != 0 and load_word(record, r.STATE) < r.MISFIT
+
+
+@kernel
+def _drive(m, record, number):
+    """Progress all requests until one has ended, or Python is needed; then release the rings."""
+    idle = rounds = 0
+    while idle >= 0 and _is_pending(m, record, number):
+        idle = _idle_or_return(m, _progress(m), idle, rounds)
+        rounds += 1 if idle == 0 else 0
+    return let_go(m, DONE)
+
+
 @kernel
 def _wait(m, number):
     """Wait for a request; return -1 - rank of its peer, or LATER if Python must continue to wait for it."""
@@ -379,12 +447,7 @@ def _wait(m, number):
     if load_acquire(record + 8 * r.STATE) != r.ENDED:
         if not _take(m):
             return LATER
-        idle = rounds = 0
-        # Another thread may collect the record meanwhile.
-        while idle >= 0 and _record_of(m, number) != 0 and load_word(record, r.STATE) < r.MISFIT:
-            idle = _idle_or_return(m, _progress(m), idle, rounds)
-            rounds += 1 if idle == 0 else 0
-        let_go(m, DONE)
+        _drive(m, record, number)
         if _record_of(m, number) == 0 or load_acquire(record + 8 * r.STATE) != r.ENDED:
             return LATER
     return _collect(m, record, number)
@@ -395,7 +458,12 @@ def wait_call(m, number, out, nbytes, call, peer):
 
 
 def test_call(m, number, out, nbytes, call, peer):
-    """Return -2 if the request has ended, -1 if it has not, or LATER if Python must test it."""
+    return _test(m, number)
+
+
+@kernel
+def _test(m, number):
+    """Return -2 if the request has ended, -1 if it has not."""
     if _is_over(m, number):
         return -2
     record = _record_of(m, number)
@@ -465,26 +533,180 @@ def _finish(m, number):
 
 
 def send_call(m, data, out, nbytes, kind, peer):
-    """Send as `send` of ring_kernels.py does; while requests are pending, post a request and wait for it."""
-    if load_acquire(m + 8 * r.BEHIND) == r.BY_COMPILED:
-        found = _finish(m, _post_send(m, data, 0, nbytes, kind, peer))
-        return DONE if found < DONE else found
+    """Send as `send` of ring_kernels.py does; while requests are pending, post a request and wait."""
     if not is_kind(kind) or is_shut(m, -1) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
         return LATER
     if not is_peer(m, peer):
         return let_go(m, LATER)
+    if has_requests(m):
+        let_go(m, LATER)
+        found = _finish(m, _post_send(m, data, 0, nbytes, kind, peer))
+        return DONE if found < DONE else found
     return run_send(m, peer, data, nbytes, kind)
 
 
 def receive_call(m, data, out, nbytes, kind, source):
-    """Receive as `receive` of ring_kernels.py does.
-
-    While requests are pending, and for ANY_TAG, post a request and wait for it.
-    """
-    if load_acquire(m + 8 * r.BEHIND) == r.BY_COMPILED or _is_any(kind):
+    """Receive as `receive` of ring_kernels.py does; while requests are pending, or for ANY_TAG, post and wait."""
+    if _is_any(kind):
         return _finish(m, _post_receive(m, data, 0, nbytes, kind, source, True))
     if not is_kind(kind) or is_shut(m, -1) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
         return LATER
     if not (source == ANY or is_peer(m, source)):
         return let_go(m, LATER)
+    if has_requests(m):
+        let_go(m, LATER)
+        return _finish(m, _post_receive(m, data, 0, nbytes, kind, source, True))
     return run_receive(m, source, data, nbytes, kind)
+
+
+# ---- requests of Python ---------------------------------------------------------------------------------------
+#
+# The record of such a request owns a reference to its Work, which keeps the array alive. The engine's thread is awake
+# while such requests are pending: it calls `attend`.
+
+
+@locked_entry
+def post_send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index, work: PyObject) -> int:
+    """Begin a send whose Work is `work`; return the request's number, or -1 to leave it to the engine."""
+    m, x = integer(mailbox), object_at(tensor)
+    nbytes, kind = message_of(m, x, integer(word), integer(size), 0)
+    if nbytes < 0 or load_acquire(_table(m) + 8 * r.AWAKE) == 0:
+        return -1
+    owner = object_at(work)
+    number = _post_send(m, data_of(x), owner | r.IS_WORK, nbytes, kind, integer(dst))
+    if number >= 0:  # the reference is dropped with the GIL, so not before this
+        add_reference(owner)
+    return number
+
+
+@locked_entry
+def post_receive(
+    mailbox: Index, src: Index, tensor: PyObject, word: Index, size: Index, work: PyObject
+) -> int:
+    """Post a receive whose Work is `work`; return the request's number, or -1 to leave it to the engine."""
+    m, x = integer(mailbox), object_at(tensor)
+    nbytes, kind = message_of(m, x, integer(word), integer(size), WRITEABLE)
+    if nbytes < 0:
+        return -1
+    owner = object_at(work)
+    number = _post_receive(m, data_of(x), owner | r.IS_WORK, nbytes, kind, integer(src), False)
+    if number >= 0:
+        add_reference(owner)
+    return number
+
+
+@locked_entry
+def wait(mailbox: Index, number: Index) -> int:
+    """Wait for a request of Python: -1 - its peer, or LATER if the engine must continue it.
+
+    A message that arrives soon costs no release of the GIL, which takes 0.2 us.
+    """
+    m, n = integer(mailbox), integer(number)
+    record = _record(m, n & (_FIRST - 1))
+    peer = load_acquire(record + 8 * r.PEER)
+    if _is_over(m, n):
+        return -1 - peer
+    if _record_of(m, n) == 0 or is_shut(m, -1) or load_word(_table(m), r.ATTENDANT) == this_thread():
+        return LATER
+    if load_acquire(record + 8 * r.STATE) != r.ENDED:
+        if not _take(m):
+            return LATER
+        if load_word(_table(m), r.TIMED) == n and ticks() - load_word(_table(m), r.POSTED_AT) > _SOON:
+            _time_no_more(m)
+        polls = 0
+        while polls < _CLOSELY and _is_pending(m, record, n):
+            if _progress(m) == _IDLE:
+                pause()
+                polls += 1
+            else:
+                polls += _CLOSELY // 4
+        if _is_pending(m, record, n):
+            take_gil(release_gil(), _drive(m, record, n))
+        else:
+            let_go(m, DONE)
+        if _record_of(m, n) == 0 or load_acquire(record + 8 * r.STATE) != r.ENDED:
+            return LATER
+    return _collect(m, record, n)
+
+
+@locked_entry
+def test(mailbox: Index, number: Index) -> int:
+    """Return -2 if a request of Python has ended, -1 if it has not, LATER if the engine must continue it."""
+    return _test(integer(mailbox), integer(number))
+
+
+@kernel
+def _has_ended_work(m):
+    """Whether a request of Python has ended and was not waited for."""
+    for index in range(r.RECORDS_AT_MOST):
+        record = _record(m, index)
+        is_work = load_acquire(record + 8 * r.OWNER) & r.IS_WORK
+        if (
+            load_acquire(record + 8 * r.NUMBER) > 0
+            and is_work
+            and load_acquire(record + 8 * r.STATE) == r.ENDED
+        ):
+            return True
+    return False
+
+
+@kernel
+def _attend(m):
+    """Progress all requests once, unless another thread holds the rings."""
+    if not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
+        return QUIET
+    found = QUIET
+    if load_acquire(m + 8 * r.BEHIND) == 0 and has_requests(m):
+        _time_no_more(m)
+        found = _progress(m)
+        if found == _STUCK or load_acquire(m + 8 * r.BELL) != 0:
+            found = STUCK
+        elif found == _IDLE:
+            found = STILL
+        else:
+            found = MOVED
+    return let_go(m, found)
+
+
+@entry
+def attend(mailbox: Index) -> int:
+    """Progress the requests for a millisecond, whenever no other thread has done so since the last look.
+
+    The looks are 0.1 ms apart. They are 1 ms apart while other threads use requests often, so that they cost 2 % of a
+    core at most, and after ten looks that have found no request.
+
+    Returns:
+        STUCK: the engine must take over the requests. FINISHED: requests of Python have ended. STILL: requests are
+        pending, and nothing has moved. QUIET: none of these.
+    """
+    m = integer(mailbox)
+    t = _table(m)
+    found = STILL
+    touched = load_acquire(t + 8 * r.TOUCHED)
+    for _ in range(_LOOKS):
+        nap(t + 8 * r.NAPS)
+        if load_acquire(t + 8 * r.RECALLED) != 0:
+            store_release(t + 8 * r.RECALLED, 0)
+            break
+        before, touched = touched, load_acquire(t + 8 * r.TOUCHED)
+        if touched != before:
+            found = QUIET
+            store_word(t, r.NAPS + IDLE, _LONG_NAPS if touched - before > _MANY else 0)
+            continue
+        turn = _attend(m)
+        while turn == MOVED:
+            found = QUIET
+            for _ in range(_GAP):  # so that another thread that wants the rings gets them
+                pause()
+            turn = _attend(m) if load_acquire(t + 8 * r.TOUCHED) == touched else QUIET
+        if turn == STUCK:
+            return STUCK
+        if _has_ended_work(m):
+            return FINISHED
+        if turn == QUIET:
+            found = QUIET
+            idle = min(load_word(t, r.NAPS + IDLE) + 2, _LONG_NAPS)
+            store_word(t, r.NAPS + IDLE, idle)
+            if idle == _LONG_NAPS:
+                break
+    return FINISHED if _has_ended_work(m) else found

@@ -18,11 +18,9 @@ from ..kernels.failing import reached
 from ..kernels.primitives import (
     load_acquire,
     load_word,
-    pause,
     store_release,
     store_word,
     swap_if_equal,
-    this_thread,
 )
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
 from ..kernels.waiting import moved, rest, seize_unless
@@ -30,14 +28,10 @@ from ..p2p.pipe import (
     ACK_SPACE,
     ACKED,
     ANY,
-    ARMED,
     ARRIVED,
-    BOTH,
     ENTERED,
     EVENTS,
     HEADER,
-    NOT_MINE,
-    RECEIVED,
     TAKEN,
 )
 from ..p2p.pipe import NOTHING as NO_EVENT
@@ -55,7 +49,6 @@ POSTED_SEND, POSTED_RECEIVE = number_of("shm.isend.after_post"), number_of("shm.
 
 NOTHING, MOVED = 0, 1  # results of `_serve`, besides the events of p2p/pipe.py
 
-_CLOSELY = 256  # polls of one peer before all peers are served; they take some microseconds
 _PIECES_A_CALL = 2048  # at most 128 MiB, which take 20 ms, between two checks for signals
 
 
@@ -66,11 +59,8 @@ def channel_of(m, peer):
 
 @inlined
 def _algorithms(m, operation, nbytes, smallest):
-    """Return the algorithms that a message may use, as bits.
-
-    `operation`: SENDS, to write the message into the ring, or RECEIVES, to copy it out of the ring.
-    """
-    is_direct = operation == r.SENDS and nbytes >= load_word(m, r.DIRECT_FROM)
+    """Algorithms that a message may use, as bits: to write it into the ring, or for a receiver to copy it out."""
+    is_direct = operation != r.RECEIVES and nbytes >= load_word(m, r.DIRECT_FROM)
     return (load_word(m, r.ALGORITHMS) if nbytes >= smallest else 0) | (1 << DIRECT if is_direct else 0)
 
 
@@ -82,8 +72,8 @@ def fastest_known(m, operation, nbytes, smallest):
 
 
 @inlined
-def _choose(m, operation, nbytes, smallest, phase):
-    """Choose the algorithm of a blocking call's message: the one with the best recorded time, or one to try."""
+def choose_algorithm(m, operation, nbytes, smallest, phase):
+    """Choose the algorithm of a message, and take its time: the fastest known one, or one to try."""
     t = m + 8 * r.CHOOSING
     choose_none(t)
     algorithms = _algorithms(m, operation, nbytes, smallest)
@@ -146,7 +136,7 @@ def is_shut(m, size):
 
 @inlined
 def has_requests(m):
-    """Whether compiled callers have requests that the engine must take over. The caller must hold the rings."""
+    """Whether requests (requests.py) are pending, which a blocking call must not overtake. The rings must be held."""
     return load_word(m, r.REQUESTS + r.PENDING) != 0
 
 
@@ -157,8 +147,8 @@ def let_go(m, status):
 
 
 @inlined
-def _message(m, x, word, size, flags):
-    """Return an array's bytes and its message's kind; -1 instead of the bytes if Python must validate the array."""
+def message_of(m, x, word, size, flags):
+    """Return an array's size and its message's kind; a size of -1 means that Python must validate the array."""
     if size >= 0:
         return size, word
     c = load_word(m, r.CONTEXT)
@@ -184,8 +174,8 @@ def send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index)
     # BEHIND is set if the last holder of the rings has left an incomplete message, which the engine continues.
     if is_shut(m, integer(size)) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
         return LATER
-    nbytes, kind = _message(m, x, integer(word), integer(size), 0)
-    if nbytes < 0 or not is_peer(m, peer):
+    nbytes, kind = message_of(m, x, integer(word), integer(size), 0)
+    if nbytes < 0 or not is_peer(m, peer) or has_requests(m):
         return let_go(m, LATER)
     return take_gil(release_gil(), run_send(m, peer, data_of(x), nbytes, kind))
 
@@ -206,7 +196,7 @@ def is_kind(kind):
 @kernel
 def _send(m, channel, data, nbytes, kind):
     reached(_SEND)
-    r.begin_message(channel, data, nbytes, kind, _choose(m, r.SENDS, nbytes, SMALLEST, 0))
+    r.begin_message(channel, data, nbytes, kind, choose_algorithm(m, r.SENDS, nbytes, SMALLEST, 0))
     idle = 0
     pieces = 0
     while pieces < _PIECES_A_CALL:
@@ -237,8 +227,8 @@ def receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size: Ind
     m, x, source = integer(mailbox), object_at(tensor), integer(src)
     if is_shut(m, integer(size)) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
         return LATER
-    nbytes, kind = _message(m, x, integer(word), integer(size), WRITEABLE)
-    if nbytes < 0 or not (source == ANY or is_peer(m, source)):
+    nbytes, kind = message_of(m, x, integer(word), integer(size), WRITEABLE)
+    if nbytes < 0 or not (source == ANY or is_peer(m, source)) or has_requests(m):
         return let_go(m, LATER)
     return take_gil(release_gil(), run_receive(m, source, data_of(x), nbytes, kind))
 
@@ -272,7 +262,7 @@ def _receive(m, channel, data, nbytes, kind):
                     return OTHER
                 # A direct message is not copied out of the ring, so it is not measured for these algorithms.
                 smallest = r.ENDLESS if load_word(channel, r.IN_FROM) else LARGE
-                r.accept_message(channel, data, _choose(m, r.RECEIVES, nbytes, smallest, 1))
+                r.accept_message(channel, data, choose_algorithm(m, r.RECEIVES, nbytes, smallest, 1))
                 continue
         elif r.pull(m, channel):
             moved(m)
@@ -288,85 +278,6 @@ def _receive(m, channel, data, nbytes, kind):
             return AGAIN
         idle += 1
     return WORKED
-
-
-@locked_entry
-def post_send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index) -> int:
-    """Write a small array into the ring at once; return the message's number and keep BUSY, or return -LATER."""
-    m, x, peer = integer(mailbox), object_at(tensor), integer(dst)
-    if is_shut(m, integer(size)) or not is_peer(m, peer):
-        return -LATER
-    nbytes, kind = _message(m, x, integer(word), integer(size), 0)
-    algorithm = fastest_known(m, r.SENDS, nbytes, SMALLEST)
-    frame = r.FRAME_UNIT if algorithm == DIRECT else r.frame_of(nbytes)
-    if nbytes < 0 or frame > load_word(m, r.RING) // r.PIECES_A_RING:
-        return -LATER
-    if not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
-        return -LATER
-    if has_requests(m):
-        return let_go(m, -LATER)
-    channel = channel_of(m, peer)
-    # Write the message only if no earlier one is incomplete, and the peer has read enough of the ring.
-    if load_word(channel, r.OUT_HEAD) == load_word(channel, r.OUT_END) and r.has_room(m, channel, frame):
-        r.begin_message(channel, data_of(x), nbytes, kind, algorithm)
-        r.push(m, channel)
-        store_word(m, r.BEHIND, 1)
-        reached(POSTED_SEND)
-        return load_word(channel, r.SENT)
-    return let_go(m, -LATER)
-
-
-@locked_entry
-def post_receive(mailbox: Index, src: Index, tensor: PyObject, word: Index, size: Index) -> int:
-    """Receive a small message if it has arrived (DONE), else arm the receive, so that `advance` completes it (ARMED).
-
-    If ARMED is returned, this thread keeps BUSY. LATER leaves the receive to Python, for example because an earlier
-    receive, or a stored message, may have to be matched first.
-    """
-    m, x, peer = integer(mailbox), object_at(tensor), integer(src)
-    if is_shut(m, integer(size)) or not is_peer(m, peer):
-        return LATER
-    nbytes, kind = _message(m, x, integer(word), integer(size), WRITEABLE)
-    if nbytes < 0 or not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
-        return LATER
-    channel = channel_of(m, peer)
-    if has_requests(m) or load_word(m, r.STORED) != 0 or load_word(channel, r.WATCHED) != 0:
-        return let_go(m, LATER)
-    store_word(channel, r.ARMED_KIND, kind)
-    store_word(channel, r.ARMED_TO, data_of(x))
-    store_word(channel, r.ARMED_NBYTES, nbytes)
-    store_word(channel, r.WATCHED, 1)
-    if _receive_armed(m, channel):
-        return let_go(m, DONE)
-    store_word(m, r.BEHIND, 1)
-    reached(POSTED_RECEIVE)
-    return ARMED
-
-
-@inlined
-def _takes_armed(m, channel):
-    """Receive the message whose header was read, if it matches the armed receive, is small and has fully arrived.
-
-    Return whether it was received.
-    """
-    if load_word(channel, r.IN_KIND) != load_word(channel, r.ARMED_KIND):
-        return False
-    nbytes = load_word(channel, r.IN_NBYTES)
-    frame = r.frame_of(nbytes)
-    if nbytes != load_word(channel, r.ARMED_NBYTES) or frame > load_word(m, r.RING) // r.PIECES_A_RING:
-        return False
-    if load_word(channel, r.IN_FROM) != 0:
-        return False
-    if not r.has_ack_space(channel) or not r.has_arrived(channel, load_word(channel, r.IN_TAIL) + frame):
-        return False
-    # Disarm before the ack: the peer may leave once it has the ack, and a peer's departure fails the receives that are
-    # armed for it.
-    store_word(channel, r.ARMED_KIND, -1)
-    store_word(channel, r.WATCHED, load_word(channel, r.WATCHED) - 1)
-    r.accept_message(channel, load_word(channel, r.ARMED_TO), CLOSE)
-    r.pull(m, channel)
-    r.write_ack(channel, load_word(channel, r.RECEIVED), TAKEN, nbytes, load_word(channel, r.IN_KIND))
-    return True
 
 
 @inlined
@@ -385,50 +296,10 @@ def _serve(m, channel, watched):
                 return ARRIVED
             event = MOVED
     elif (watched or load_word(channel, r.WATCHED) > 0) and r.sees_header(m, channel):
-        return RECEIVED if _takes_armed(m, channel) else HEADER
+        return HEADER
     if load_word(channel, r.OWED) > 0 and r.has_ack_space(channel):
         return ACK_SPACE
     return event
-
-
-@entry
-def complete(mailbox: Index, handled: Index, peer: Index, number: Index) -> int:
-    """Take BUSY and poll one peer for the end of its armed receive and of send `number` (0: no send is awaited).
-
-    `post_receive` and `post_send` have posted these. If neither ends soon, `advance` for all peers. A rank that
-    exchanges small messages waits for both in one call: the peer's message arrives first, then the ack of the send.
-    """
-    m = integer(mailbox)
-    if not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
-        return NOT_MINE
-    # Python read `handled` before this thread took the rings; another thread may have handled an event since.
-    if load_word(m, r.RETURNED) != integer(handled):
-        return let_go(m, NOT_MINE)
-    channel = channel_of(m, integer(peer))
-    event = NOTHING
-    idle = 0
-    # Messages of other peers make no progress during this loop, so it is short.
-    while idle < _CLOSELY and event < (BOTH if integer(number) else RECEIVED):
-        if load_word(channel, r.ARMED_KIND) >= 0 and _receive_armed(m, channel):
-            event = RECEIVED
-        if integer(number) and r.is_taken(channel, integer(number)) and r.read_ack(channel):
-            event = BOTH if event == RECEIVED else ACKED
-            break
-        pause()
-        idle += 1
-    if event == NOTHING:
-        event = _advance(m, False, True)
-    else:
-        event += integer(peer) * EVENTS
-        moved(m)
-    return _return_event(m, event)
-
-
-@inlined
-def _receive_armed(m, channel):
-    """Receive the message of the armed receive if it has arrived."""
-    idle = load_word(channel, r.IN_TAIL) == load_word(channel, r.IN_END)
-    return idle and r.sees_header(m, channel) and _takes_armed(m, channel)
 
 
 @inlined
@@ -476,7 +347,7 @@ def _advance(m, watch_all, wait):
     return NO_EVENT
 
 
-@entry
+@locked_entry
 def claim(mailbox: Index, index: Index, number: Index) -> int:
     """Claim the request with this number for the engine: DONE, or AGAIN if a wait has collected it first."""
     word = integer(mailbox) + 8 * (r.REQUESTS + r.RECORDS + integer(index) * r.RECORD_WORDS + r.NUMBER)

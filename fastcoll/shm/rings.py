@@ -41,8 +41,7 @@ from ..failpoints import number_of
 from ..kernels.copy import copy_from, copy_or_stream, prefetch, prefetch_to_write
 from ..kernels.failing import reached
 from ..kernels.primitives import load_acquire, load_word, store_release, store_word
-from ..kernels.waiting import POLLING_WORDS
-from ..p2p.pipe import TAKEN
+from ..kernels.waiting import BACKOFF_WORDS, POLLING_WORDS
 from .autotune import DIRECT, PAST, table_words
 from .layout import LINE, RING_HEADER
 
@@ -75,18 +74,16 @@ RING = BELL + 4  # bytes of a ring, a power of two
 NEXT = BELL + 5  # the rank that `advance` serves first, so that no peer starves
 SOURCE = BELL + 6  # of a receive from any rank: the chosen rank plus 1; 0: none was chosen yet
 BUSY = BELL + 7  # not 0: a thread drives the rings
-BEHIND = BELL + 8  # not 0: operations are pending, or the mailbox has ended, so blocking calls must wait:
-BY_PYTHON, BY_COMPILED = 1, 2  # the engine (p2p/engine.py) has operations; only requests.py has some
+BEHIND = BELL + 8  # not 0: the engine (p2p/engine.py) has operations, or the mailbox has ended
 CONTEXT = BELL + 9  # address of the group's context (context_layout.py), whose memo has the dtypes
-STORED = BELL + 10  # not 0: stored messages wait for receives, so no receive may be armed (ARMED_KIND)
 RETURNED = BELL + 11  # events that `advance` has returned
 EVENT = BELL + 12  # the last of these events
 DIRECT_FROM = BELL + 13  # bytes from which on a send may be direct
 ALGORITHMS = BELL + 14  # the algorithms besides DIRECT that messages may use, as bits (autotune.py)
 VECTORS = BELL + 15  # 15 to 18: iovecs of the system call that reads a peer's memory
-CHOOSING = BELL + 19  # the table of autotune.py, for the operations SENDS and RECEIVES
-SENDS, RECEIVES = range(2)
-REQUESTS = CHOOSING + table_words(2)  # table of the compiled callers' requests (requests.py)
+CHOOSING = BELL + 19  # the table of autotune.py, for these operations; POSTS are sends of requests
+SENDS, RECEIVES, POSTS = range(3)
+REQUESTS = CHOOSING + table_words(3)  # the table of requests.py
 
 # Words of the REQUESTS table, and then of each record in it.
 PENDING = 0  # number of records whose requests have not completed; a MISFIT counts too
@@ -97,9 +94,14 @@ COUNT = 4  # requests posted so far
 USED = 5  # records from here on are free
 RELEASE = 6  # address of the function that releases an array's owner
 IN_VAIN = 7  # consecutive calls of `test_call` without progress
-RECORDS = 8
-# The request's number. 0: the record is free; negative: it is free, and its last request, of this number, was waited
-# for. Until the request has ended, only the thread that holds BUSY writes the other words.
+RECALLED = 8  # not 0: `attend` of requests.py must return
+ATTENDANT = 9  # the engine's thread, which calls `attend`
+TIMED = 10  # number of the send whose time the tuner takes; 0: none
+POSTED_AT = 11  # ticks: when `post` of that send has returned
+NAPS = 12  # the back-off table of that thread
+RECORDS = NAPS + BACKOFF_WORDS
+# The request's number. 0: the record is free; negative: free, and the last request was waited for. Until the request
+# has ended, only the thread that holds BUSY writes the other words.
 NUMBER = 0
 STATE = 1
 PEER = 2
@@ -107,7 +109,8 @@ MESSAGE = 3  # of a send: its number among the messages to the peer
 KIND = 4
 NBYTES = 5
 DATA = 6  # address of the array
-OWNER = 7  # the array's owner, held until the request was waited for; 0: the caller keeps the array alive
+OWNER = 7  # the array's owner, held until the request was waited for; 0: the caller keeps the array alive;
+IS_WORK = 1 << 62  # with this bit, the address of the Work of a request of Python
 REFUSED_NBYTES = 8  # of a refused send (MISFIT): bytes and kind of the receiver's array
 REFUSED_KIND = 9
 RECORD_WORDS = 10
@@ -131,7 +134,6 @@ ACK_NUMBER = 11  # 11 to 14: the four fields of the last ack read
 ACK_DECISION = 12
 ACK_NBYTES = 13
 ACK_KIND = 14
-ARMED_KIND = 15  # kind of the receive that kernels may complete without Python; -1: none
 IN = 16  # address of the ring from the peer
 IN_HEAD = 17  # the peer's HEAD as last seen
 IN_TAIL = 18
@@ -147,9 +149,7 @@ WATCHED = 27  # posted receives that may match a message of this peer
 OWED = 28  # number of acks that wait for space; set by Python
 OUT_ALGORITHM = 29  # CLOSE, PAST or DIRECT (autotune.py): how the message that is entering is written
 IN_ALGORITHM = 30  # CLOSE or PAST: how the arriving message is copied out
-ARMED_TO = 31  # address of the armed receive's array
-ARMED_NBYTES = 32
-IN_FROM = 33  # from the last header that was read: address of the sender's array if it is direct, else 0
+IN_FROM = 33  # of the last header read: address of the sender's array if the message is direct, else 0
 IN_DID = 34  # number of bytes of that array that were read so far
 IN_PID = 35  # the peer's process ID
 IN_STATE = 36  # address of the peer's STATE
@@ -256,14 +256,6 @@ def read_ack(channel):
     if (taken + 1) % ACK_BATCH == 0:
         store_release(ring + ACKS_TAKEN, taken + 1)
     return True
-
-
-@inlined
-def is_taken(channel, number):
-    """Whether the next ack has arrived and reports that message `number` was taken."""
-    taken = load_word(channel, ACKS_READ)
-    ack = load_word(channel, OUT) + ACKS + ACK_BYTES * (taken % ACK_SLOTS)
-    return load_acquire(ack) == taken + 1 and load_word(ack, 1) == number and load_word(ack, 2) == TAKEN
 
 
 @inlined

@@ -291,7 +291,7 @@ def test_a_request_is_handed_to_python_or_collected_but_not_both(rank, world_siz
     number = -1 - native_call(d.POST_RECV).call(mailbox, y.ctypes.data, 0, 24, kind, peer)
     assert native_call(d.POST_SEND).call(mailbox, x.ctypes.data, 0, 24, kind, peer) < 0
     group.backend.native_calls.take_over()
-    assert taken_over[:1] == [number]
+    assert number in taken_over
     assert native_call(d.WAIT).call(mailbox, number, 0, 0, 0, 0) == LATER  # it is Python's
 
 
@@ -350,8 +350,9 @@ def test_the_usual_case_is_one_compiled_call_each(rank, world_size):
     dist.barrier()
     assert native_call(d.RECV).call(mailbox, x.ctypes.data, 0, 32, kind + (1 << 40), peer) == -1 - peer
     assert group.backend.pipe.has_posted()
-    work = dist.isend(np.full(4, 9.0), peer, tag=3)
+    group.messages.poll()
     assert not group.backend.pipe.has_posted()
+    work = dist.isend(np.full(4, 9.0), peer, tag=3)
     assert native_call(d.WAIT).call(mailbox, taken, 0, 0, 0, 0) == LATER
     work.wait()
     handles.find(taken).wait()

@@ -16,14 +16,12 @@ import pytest
 from interleaved import shaken
 from together import together
 
-from fastcoll.core.status import LATER
-from fastcoll.kernels import waiting
+from fastcoll.net.tcp import mail_kernels
 from fastcoll.net.tcp import pipe as tcp_pipe
+from fastcoll.net.tcp.pipe import TcpPipe
 from fastcoll.p2p import checks, engine, events, exchange, lock, progress, thread
 from fastcoll.p2p.pipe import NOT_MINE
-from fastcoll.shm import pipe, ring_kernels
-from fastcoll.shm import rings as words
-from fastcoll.shm.pipe import RingPipe
+from fastcoll.shm import pipe
 
 from .worlds import Rank, RingWorld, WireWorld, World
 
@@ -86,22 +84,22 @@ def test_messages_are_right_whenever_threads_switch(
     run(make, seed, *programs)
 
 
-def reports_an_event_twice(self: RingPipe, handled: int, peer: int, number: int) -> int:
+def reports_an_event_twice(self: TcpPipe, handled: int, peer: int, number: int) -> int:
     """Return an event once more to a thread whose count of events is out of date."""
     time.sleep(5e-4)
-    if waiting.seize.call(self.address + 8 * words.BUSY) != 0:
+    if not self.seize():
         return NOT_MINE
-    return ring_kernels.advance.call(self.address, handled, True)
+    return mail_kernels.advance.call(self.address, handled, True)
 
 
-def releases_the_pipe_too_early(self: RingPipe, array: Any, peer: int, kind: int) -> tuple[int, bool] | None:
+def releases_the_pipe_too_early(self: TcpPipe, array: Any, peer: int, kind: int) -> tuple[int, bool] | None:
     """Release a pipe before the Exchange has recorded the message."""
-    number = ring_kernels.post_send.call(self.address, peer, array, kind, array.nbytes)
-    if number == -LATER:
+    code = mail_kernels.post_send.call(self.address, peer, array, array.nbytes, kind)
+    if code < 0:
         return None
     self.let_go()
     time.sleep(1e-4)
-    return number, False
+    return code >> 1, code & 1 != 0
 
 
 # A fault may also end the thread of an engine.
@@ -112,11 +110,11 @@ def releases_the_pipe_too_early(self: RingPipe, array: Any, peer: int, kind: int
     ids=["twice", "early"],
 )
 def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str, fault: Any) -> None:
-    monkeypatch.setattr(RingPipe, name, fault)
+    monkeypatch.setattr(TcpPipe, name, fault)
 
     def is_found(seed: int) -> bool:
         try:
-            run(RingWorld, seed, exchanges, one_way, timeout=5)  # some faults end by it
+            run(WireWorld, seed, exchanges, one_way, timeout=5)  # some faults end by it
         except Exception:
             return True
         return False

@@ -530,7 +530,7 @@ def test_a_receive_from_any_continues_while_a_peer_is_left(worlds) -> None:
     gone.monitor.leave()
     got = np.zeros(1)
     work = me.irecv(got, None, 1)
-    until(lambda: me.mailbox._progress.checks.next > 0)
+    until(lambda: me.mailbox.progress.checks.next > 0)
     there.send(np.ones(1), 0, 1)
     assert work.result() == 2
     there.monitor.leave()
@@ -558,40 +558,45 @@ def test_an_interrupt_ends_a_blocked_call(worlds, pending: bool) -> None:
     assert "interrupted" in str(me.monitor.failure)
 
 
+@pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("lost", [1, 2, 3])
-def test_an_event_is_returned_again_after_a_handler_has_raised(
-    monkeypatch: pytest.MonkeyPatch, lost: int
+def test_a_wait_can_be_repeated_after_a_handler_has_raised(
+    monkeypatch: pytest.MonkeyPatch, lost: int, reuse: bool
 ) -> None:
-    """A signal handler raises just after a wait's call of the pipe has returned; `lost`: which one."""
-    complete, calls = RingPipe.complete, []
+    """A signal handler raises just after a wait's call of the pipe has returned.
 
-    def interrupted(pipe: RingPipe, *args: int) -> int:
-        calls.append(complete(pipe, *args))
+    Args:
+        lost: which call.
+        reuse: whether another request gets the record of the one that was lost before the wait is repeated.
+    """
+    wait, calls = RingPipe.wait_request, []
+
+    def interrupted(pipe: RingPipe, number: int) -> bool:
+        calls.append(wait(pipe, number))
         if len(calls) == lost:
             raise KeyboardInterrupt
         return calls[-1]
 
-    monkeypatch.setattr(RingPipe, "complete", interrupted)
+    monkeypatch.setattr(RingPipe, "wait_request", interrupted)
     world = RingWorld(2)
     first, second = world.ranks
     try:
         number, end = 0, time.monotonic() + DEADLINE
-        # The progress threads complete the operations for which this thread waits later.
         while number < 3 or len(calls) < lost:
             assert time.monotonic() < end
             number += 1
             got = [np.zeros(8, np.uint8) for _ in world.ranks]
             works = [first.isend(pattern(8, number), 1), second.isend(pattern(8, number + 1), 0)]
             works += [first.irecv(got[0], 1), second.irecv(got[1], 0)]
-            interrupts = 0
             while not all(work.ended for work in works):
                 try:
                     for work in works:
                         work.wait()
                 except KeyboardInterrupt:
-                    interrupts += 1
-                    until(lambda: not any([*first.busy_pipes(), *second.busy_pipes()]))
-            assert interrupts <= 1
+                    for work in (
+                        [first.isend(np.zeros(1), 1, 9), second.irecv(np.zeros(1), 0, 9)] if reuse else []
+                    ):
+                        work.wait()
             assert (got[0] == pattern(8, number + 1)).all()
             assert (got[1] == pattern(8, number)).all()
     finally:
@@ -635,7 +640,7 @@ def test_a_dead_peer_is_named(worlds) -> None:
     peer.isend(np.array([6.0]), 0)
     peer.await_on_the_way(0, 1)
     posted = me.irecv(np.zeros(1), 1, 8)
-    until(lambda: me.mailbox._progress.checks.next > 0)
+    until(lambda: me.mailbox.progress.checks.next > 0)
     child.kill()
     with pytest.raises(PeerDiedError, match=f"rank 1 .*{child.pid}.*died.*recv from rank 1.*tag 8"):
         posted.wait(DEADLINE)

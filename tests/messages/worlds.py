@@ -19,9 +19,11 @@ from fastcoll.core.message import Status
 from fastcoll.core.monitor import IN_ORDER, Monitor
 from fastcoll.core.operands import ANY_TAG
 from fastcoll.core.work import Work
+from fastcoll.kernels.primitives import address_of
 from fastcoll.net.tcp import mail_frames
 from fastcoll.net.tcp.pipe import TcpPipe
 from fastcoll.p2p.engine import Engine
+from fastcoll.shm import context_layout
 from fastcoll.shm import rings as ring_words
 from fastcoll.shm.layout import Layout
 from fastcoll.shm.monitor import ShmMonitor
@@ -30,6 +32,7 @@ from fastcoll.shm.segment import Segment, new_name, unlink
 from fastcoll.system.processes import Member, dead_among
 
 RING = 4096
+_CONTEXT = np.zeros(context_layout.MEMO, np.int64)  # of a group that is not shut
 DEADLINE = 60.0
 
 
@@ -69,7 +72,7 @@ class Rank:
 
     def busy_pipes(self) -> list[bool]:
         """Return for each pipe whether a thread holds it."""
-        pipes: Any = self.mailbox._pipes
+        pipes: Any = self.mailbox.pipes
         words = [mail_frames if isinstance(pipe, TcpPipe) else ring_words for pipe in pipes]
         return [bool(pipe.table[module.BUSY]) for pipe, module in zip(pipes, words, strict=True)]
 
@@ -196,7 +199,7 @@ class NodeWorld(World):
 
 
 def _ring_pipe(segment: Segment, index: int, monitor: Monitor) -> RingPipe:
-    return RingPipe(segment.address, segment.layout, index, monitor, (0, 100), 0)
+    return RingPipe(segment.address, segment.layout, index, monitor, (0, 100), address_of(_CONTEXT))
 
 
 class ListMonitor(Monitor):

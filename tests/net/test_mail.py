@@ -319,8 +319,8 @@ def test_a_peer_that_has_left_may_close_its_connection(monkeypatch: pytest.Monke
         gone.monitor.leave()
         world.meshes[1].connections[0].shutdown(socket.SHUT_RDWR)
         until(lambda: pipe_to(me, 1)[0].word(1, IN_GONE))
-        looked = me.mailbox._progress.checks.next
-        until(lambda: me.mailbox._progress.checks.next > looked or work.is_completed())
+        looked = me.mailbox.progress.checks.next
+        until(lambda: me.mailbox.progress.checks.next > looked or work.is_completed())
         there.send(np.ones(3), 0)
         assert work.result() == 2
 
@@ -353,7 +353,7 @@ def test_a_waiting_rank_sleeps(world: WireWorld) -> None:
     """A receive without a message takes no CPU time."""
     me = world.ranks[0]
     posted = me.irecv(np.zeros(1), 1, 1)
-    until(lambda: me.mailbox._progress.checks.next > 0)
+    until(lambda: me.mailbox.progress.checks.next > 0)
     before = time.process_time()
     with pytest.raises(TimeoutError):
         posted.wait(1.0)

@@ -1,10 +1,11 @@
 """Explore the protocol of fastcoll/shm/requests.py: its own code, under every schedule of small programs.
 
-The threads of a rank share its mailbox. Each runs a program of the calls that compiled callers make. "send" and "recv"
-post a request with a label, a tag and a number of words, to rank 0 or 1 unless a rank is given. "wait", "test" and
-"any" complete requests by their labels; several threads may complete one request. "again" waits for a request that was
-waited for. "claim" takes over requests that have ended, as the engine does. AWAKE is set, so no post needs the engine.
-A call that the protocol leaves to Python is repeated.
+The threads of a rank share its mailbox. Each runs a program of the calls that compiled callers and Python make. "send"
+and "recv" post a request with a label, a tag and a number of words, to rank 0 or 1 unless a rank is given. "wait",
+"test" and "any" complete requests by their labels; "join" is Python's wait. Several threads may complete one request.
+"again" waits for a request that was waited for. "attend" progresses requests as the engine's thread does, until the one
+with this label has ended. "claim" takes over requests that have ended, as the engine does. AWAKE is set, so no post
+needs the engine. A call that the protocol leaves to Python is repeated.
 """
 
 from __future__ import annotations
@@ -33,7 +34,15 @@ class World:
 
     def __init__(self, *threads: str, plant: str = "") -> None:
         sizes = {"FRAME_UNIT": 16, "ACK_SLOTS": 2, "ACK_BATCH": 1, "RECORDS_AT_MOST": 2}
-        self.machine, self.made = load(plant, rings=sizes, requests={"_TRIES": 0})
+        steps = {
+            "_TRIES": 0,
+            "_CLOSELY": 2,
+            "_LOOKS": 1,
+            "_GAP": 0,
+            "_LONG_NAPS": 1,
+            "nap": lambda table: None,
+        }
+        self.machine, self.made = load(plant, rings=sizes, requests=steps)
         self.made.requests._release = self.release
         self.threads = [
             (int(rank), program.split(", ")) for rank, program in (t.split(": ") for t in threads)
@@ -52,7 +61,7 @@ class World:
             mine = words | {r.RANK: rank, r.CHANNELS: channels}
             self.shared |= {m + 8 * word: value for word, value in mine.items()}
             for peer in set(range(RANKS)) - {rank}:
-                channel = {r.ARMED_KIND: -1, r.OUT: self.ring(rank, peer), r.IN: self.ring(peer, rank)}
+                channel = {r.OUT: self.ring(rank, peer), r.IN: self.ring(peer, rank)}
                 at = channels + 8 * peer * r.CHANNEL_WORDS
                 self.shared |= {at + 8 * word: value for word, value in channel.items()}
 
@@ -76,6 +85,8 @@ class World:
             found = self.post(op, *words)
         elif op == "claim":
             found = self.claim()
+        elif op == "attend":
+            found = self.attend(words[0])
         else:
             if op == "again":
                 m.wait_for(0, self.label(words[0]) + 8, 1)
@@ -165,6 +176,17 @@ class World:
             self.check(labels[-1 - code])
         return code != LATER
 
+    def join(self, numbers: list[int], labels: list[str]) -> bool:
+        return self.ended(self.made.requests.wait(self.m, numbers[0]), labels[0])
+
+    def attend(self, label: str) -> bool:
+        r, m = self.made.rings, self.machine
+        number = self.number(label)
+        self.made.requests.attend(self.m)
+        record = self.m + 8 * (r.REQUESTS + r.RECORDS + number % 32 * r.RECORD_WORDS)
+        is_pending = m.load_acquire(record + 8 * r.NUMBER) == number
+        return not is_pending or m.load_acquire(record + 8 * r.STATE) == r.ENDED
+
     def was_claimed(self, label: str) -> bool:
         return bool(self.machine.load_acquire(self.label(label) + 16) != 0)
 
@@ -173,9 +195,8 @@ class World:
         r, m = self.made.rings, self.machine
         if not m.swap_if_equal(self.m + 8 * r.BUSY, 0, 1):
             return False
-        pending, behind = (m.load_acquire(self.m + 8 * word) for word in (r.REQUESTS + r.PENDING, r.BEHIND))
-        assert behind == (r.BY_COMPILED if pending else 0), f"{pending} pending requests gave BEHIND {behind}"
-        m.store_release(self.m + 8 * r.BEHIND, r.BY_PYTHON)
+        pending = m.load_acquire(self.m + 8 * (r.REQUESTS + r.PENDING))
+        m.store_release(self.m + 8 * r.BEHIND, 1)
         records = [self.m + 8 * (r.REQUESTS + r.RECORDS + index * r.RECORD_WORDS) for index in range(2)]
         numbers = [m.load_acquire(record + 8 * r.NUMBER) for record in records]
         states = [m.load_acquire(record + 8 * r.STATE) for record in records]
@@ -188,7 +209,7 @@ class World:
                     self.release(0, owner)
                     label = chr((owner - OWNERS) % PER_RANK // ROOM + ord("a"))
                     m.store_release(self.label(label) + 16, 1)
-        m.store_release(self.m + 8 * r.BEHIND, behind)
+        m.store_release(self.m + 8 * r.BEHIND, 0)
         m.store_release(self.m + 8 * r.BUSY, 0)
         return True
 
@@ -212,6 +233,8 @@ PROGRAMS = {
     "waited for again, in the record of another peer": (
         "0: send a 0 1, wait a, send b 0 1 2", "0: again a", "1: recv a 0 1, wait a"
     ),
+    "attended": ("0: send a 0 1, join a", "1: recv a 0 1", "1: attend a"),
+    "attended and waited for": ("0: send a 0 1", "1: recv a 0 1, join a", "1: attend a"),
     "taken over": ("0: send a 0 1, wait a", "0: claim", "1: recv a 0 1, wait a"),
 }  # fmt: skip
 
@@ -223,6 +246,7 @@ def test_every_schedule(name: str) -> None:
 
 ONE, TAG, LONG = PROGRAMS["one after the other"], PROGRAMS["one tag"], PROGRAMS["longer than the ring"]
 TWO, TAKEN_OVER = PROGRAMS["two wait for one"], PROGRAMS["taken over"]
+ATTENDED = PROGRAMS["attended and waited for"]
 AGAIN = PROGRAMS["waited for again, in the record of another peer"]
 
 PLANTS = [
@@ -239,14 +263,17 @@ PLANTS = [
     (PROGRAMS["reversed tags"], "wanted >> DTYPE_BITS == kind >> DTYPE_BITS or => True or"),
     (ONE, "fits = load_word(record, r.MESSAGE) == message => fits = False"),
     # A request ends too early, or never.
-    (LONG, "if load_word(channel, r.IN_TAIL) == load_word(channel, r.IN_END):\n        message => "
-           "if True:\n        message"),
+    (LONG, "if load_word(channel, r.IN_TAIL) == load_word(channel, r.IN_END):\n        nbytes => "
+           "if True:\n        nbytes"),
     (LONG, "if load_word(channel, r.OUT_HEAD) < load_word(channel, r.OUT_END) and r.push(m, channel): => if False:"),
-    (ONE, "r.write_ack(channel, message, TAKEN, nbytes, load_word(channel, r.IN_KIND)) => 0"),
+    (ONE, "r.write_ack(channel, load_word(channel, r.RECEIVED), TAKEN, nbytes, load_word(channel, r.IN_KIND)) => 0"),
     # Blocking calls overtake requests, or no thread ever takes the rings.
-    (TAKEN_OVER, "swap_if_equal(m + 8 * r.BEHIND, 0, r.BY_COMPILED) => 0"),
-    (TAKEN_OVER, "swap_if_equal(m + 8 * r.BEHIND, r.BY_COMPILED, 0) => 0"),
-    (TAKEN_OVER, "store_word(t, r.PENDING, load_word(t, r.PENDING) - 1) => 0"),
+    (TAKEN_OVER, "store_word(t, r.PENDING, load_word(t, r.PENDING) + 1) => 0"),
+    (TAKEN_OVER, "store_word(_table(m), r.PENDING, load_word(_table(m), r.PENDING) - 1) => 0"),
+    # The engine's thread drives the rings beside another thread, or keeps them.
+    (ATTENDED, "if not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):\n        return QUIET => "
+               "if False:\n        return QUIET"),
+    (ATTENDED, "return let_go(m, found) => return found"),
 ]  # fmt: skip
 
 

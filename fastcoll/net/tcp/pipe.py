@@ -50,6 +50,7 @@ class TcpPipe(WordPipe):
         self._mesh = mesh
         self._monitor = monitor
         super().__init__(f, f.MAIL_WORDS, f.ROW_WORDS, size)
+        self.rows[:, f.ARMED_KIND] = -1
         self.rows[:, f.FD] = -1
         self._pollfds = np.zeros((2, size + 1), np.int64)
         self._buffers: dict[tuple[int, int], NDArray[Any]] = {}
@@ -176,6 +177,15 @@ class TcpPipe(WordPipe):
 
     def post_receive(self, array: NDArray[Any], source: int, kind: int) -> int:
         return kernels.post_receive.call(self.address, source, array, array.nbytes, kind)
+
+    def note_stored(self, count: int) -> None:
+        self.words[f.STORED] = count
+
+    def is_armed(self, peer: int) -> bool:
+        return self.word(peer, f.ARMED_KIND) >= 0
+
+    def disarm(self, peer: int) -> None:
+        self.put(peer, f.ARMED_KIND, -1)
 
     def complete(self, handled: int, peer: int, number: int) -> int:
         return kernels.complete.call(self.address, handled, peer, number)
