@@ -53,7 +53,7 @@ def _ports(text: str) -> range | str:
     first, _, last = text.partition("-")
     ports = range(int(first), int(last or first) + 1)
     if not ports or ports[0] < 1 or ports[-1] > 65535:
-        raise ValueError("must be 1 to 65535, the lower one first")
+        raise ValueError("must be a port or two, the lower one first, from 1 to 65535")
     return ports
 
 
@@ -83,7 +83,7 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_SHM_ALGORITHMS": Setting(
         str,
         "",
-        "algorithms that large calls on a node may use, as in direct,close (docs/benchmark.md); default: all",
+        "algorithms that large calls on a node may use, for example direct,close (docs/benchmark.md); default: all",
     ),
     "FASTCOLL_SHARED_ARRAYS": Setting(
         _switch,
@@ -102,13 +102,16 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_INSECURE": Setting(
         _switch,
         0,
-        "1: a job that is given no secret uses none, so that any process that reaches its ports may join it",
+        "1: a job that is given no secret uses none, not even the user's own; any process that reaches its ports may "
+        "join it",
     ),
     "FASTCOLL_SOCKET_IFNAME": Setting(
-        str, "", "network interfaces to use, as in eth0 or eth0,eth1 or ^docker0; default: GLOO_SOCKET_IFNAME"
+        str,
+        "",
+        "network interfaces to use, for example eth0 or eth0,eth1 or ^docker0; default: GLOO_SOCKET_IFNAME",
     ),
     "FASTCOLL_PORT_RANGE": Setting(
-        _ports, "", "ports that ranks listen on, as in 30000-30999; default: any free one"
+        _ports, "", "ports that ranks listen on, for example 30000-30999; default: any free port"
     ),
     "FASTCOLL_TCP_STREAMS": Setting(
         _from_to(1, MOST_STREAMS), 1, "connections to each peer for large messages"
@@ -125,8 +128,8 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_PLACE": Setting(
         str,
         "",
-        "NAME:RANK/SIZE: the launcher's name for this process, its rank if the ranks have not met yet, and the "
-        "number of ranks; the launcher sets it",
+        "NAME:RANK/SIZE: the launcher's name for this process, the rank that it takes when the ranks first meet, "
+        "and the number of ranks; the launcher sets it",
     ),
     "FASTCOLL_TORCH_DEFAULT": Setting(
         _torch_default,
@@ -170,7 +173,8 @@ def cache_folder() -> Path | None:
 def _folder_of_user(variable: str, in_home: str) -> Path | None:
     """Return `$variable`/fastcoll or `~/in_home/fastcoll`; None: there is no home folder.
 
-    A relative path in the variable is ignored, as the XDG specification demands: ranks may start in different folders.
+    A relative path in the variable is ignored, because ranks may start in different folders. (The XDG specification
+    demands this, too.)
     """
     from pathlib import Path  # imported here to keep `import fastcoll` light
 

@@ -82,7 +82,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def instruction(returns: str, *kinds: str) -> Callable[[Callable[..., Any]], Any]:
-    """Declare a helper whose LLVM instructions the decorated `emit(builder, *values)` adds.
+    """Declare a helper that consists of LLVM instructions; the decorated `emit(builder, *values)` adds them.
 
     Args:
         returns: Numba's name of the result type.
@@ -192,7 +192,7 @@ def locked_entry(function: Callable[..., Any]) -> Entry:
 
 
 NJIT = " --njit"
-"""The option of `python -m fastcoll.warmup` for the functions that compiled callers call."""
+"""The option of `python -m fastcoll.warmup` that also compiles the functions for compiled callers (docs/njit.md)."""
 
 
 def c_function(

@@ -5,8 +5,8 @@ synchronous call runs on its caller's thread. All remaining calls run on the gro
 asynchronous calls that shm/inline_start.py begins on their callers' threads. A thread holds `lock` while its call runs.
 
 If a thread makes a call while it is inside another one, the caller is a signal handler that has interrupted that call.
-The new call is refused, since it would wait for the interrupted one. Compiled calls do not take `lock`; their backend
-gives the gate functions that detect them (`also`).
+The new call is refused, since it would wait for the interrupted one. Compiled calls do not take `lock`. The gate finds
+them by two functions that their backend passes to `also`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Gate:
         name, ranks, rank, timeout, failure: those of the group.
         closed: the group was destroyed in this process.
         lock: held by the thread whose call runs.
-        refusal: the text, which the peers read, with the reason why this rank refused the current call; "" if it did
-            not.
+        refusal: the reason why this rank refused the current call, as a text that the peers show, too; "" if this rank
+            did not refuse it.
         queue: the queue of asynchronous calls, and of synchronous calls made while it is not empty.
         unobserved: asynchronous operations that are under way, or have failed with an error that no thread has read.
     """

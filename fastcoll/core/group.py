@@ -2,7 +2,8 @@
 
 A public method makes an Operation (operation.py) from its arguments, or refuses wrong arguments (`preparing`). The
 backend makes a *call* from the operation (`plan`), and the gate (gate.py) runs the call when its turn comes. Error
-texts use the argument names of torch.distributed's functions, so they call the argument `root` src or dst.
+texts use the argument names of torch.distributed's functions. So an error about the argument `root` names it "src" or
+"dst".
 
 All ranks in this file are group ranks, 0..size-1; fastcoll/api translates global ranks.
 """
@@ -161,9 +162,10 @@ class ProcessGroup:
         return rows
 
     def planned(self, operation: Operation, timeout: float | None = None) -> Call:
-        """Let the backend plan an operation, or the DeviceCarrier if the arrays are on GPUs.
+        """Make the call of an operation, by the backend, or by the DeviceCarrier if the arrays are on GPUs.
 
-        If that one does not carry out this kind of operation natively, compose it of others (operation.py).
+        If the backend or DeviceCarrier does not carry out this kind of operation natively, the call is composed of
+        other operations (operation.py).
         """
         arrays = operation.inputs or operation.outputs
         on_host = not arrays or type(arrays[0]) is np.ndarray
@@ -525,4 +527,7 @@ _MESSAGES = ("send", "recv", "isend", "irecv")
 
 
 class _Calls:
-    """The functions of `ProcessGroup.fast`. Setting the attributes one by one halves the time to read one."""
+    """The object `ProcessGroup.fast`, whose attributes are functions.
+
+    They are set one by one (setattr), because an attribute set in this way is read in half the time.
+    """

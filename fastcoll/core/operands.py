@@ -31,7 +31,7 @@ _MOST_WORK = 10_000  # `max_work` of numpy.shares_memory: candidates that it may
 
 LARGEST_TAG = (1 << 31) - 1
 ANY_TAG = -1
-"""The tag of a receive that accepts messages with any user's tag."""
+"""Given as the tag of a receive, it accepts messages with any tag from 0 to LARGEST_TAG."""
 OBJECTS_TAG = LARGEST_TAG + 3
 """The tag of messages with objects. Their bytes are unpickled, so users cannot send arrays with this tag. The two tags
 before it belong to gpu/nccl/messages.py."""
@@ -322,8 +322,8 @@ def equal_blocks(name: str, whole: Array, other: str, part: Array, n: int) -> tu
     _check_place(name, whole, other, part)
     if whole.dtype != part.dtype or whole.size != n * part.size:
         raise UsageError(
-            f"{name} ({whole.dtype}, shape {whole.shape}) must have {n} times the elements of {other} "
-            f"({part.dtype}, shape {part.shape}) and its dtype: {n * part.size} elements"
+            f"{name} ({whole.dtype}, shape {whole.shape}) must have {n} times as many elements as {other} "
+            f"({part.dtype}, shape {part.shape}), so {n * part.size} elements, and the same dtype"
         )
     return tuple(pieces(whole, [part.size] * n))
 

@@ -1,10 +1,11 @@
 """MpiCarrier: passes GPU arrays to a CUDA-aware MPI library, for groups of the backend mpi.
 
-The group's own backend executes the operation, and passes MPI addresses in GPU memory instead of host memory. A call
-waits until the arrays' streams have done the work that was queued on them when the call was made. It returns when its
-result is on the GPU. fastcoll's kernels do the reductions, in rank order. Some calls are *staged* instead, on all
-ranks: StagedCarrier (staged.py) copies the arrays through host memory. These are scan and exscan, reductions by a
-user's function, reductions among more than MOST_SOURCES ranks, and reductions if some rank has no kernels.
+The group's own backend executes the operation. The addresses that it passes to MPI are in GPU memory instead of host
+memory. A call waits until the arrays' streams have done the work that was queued on them when the call was made. It
+returns when its result is on the GPU. fastcoll's kernels do the reductions, in rank order. Some calls are *staged*
+instead on all ranks, that is, StagedCarrier (staged.py) copies the arrays through host memory. These are scan and
+exscan, reductions by a user's function, reductions among more than MOST_SOURCES ranks, and reductions if some rank has
+no kernels.
 
 For a large message, MPI gets the address of the array in GPU memory. A small message travels inside a control message
 of net/mpi/pipe.py, which the host writes. So small messages are staged. Messages of a rank to itself are staged, too.
@@ -223,7 +224,10 @@ class DeviceMemory:
 
     @contextmanager
     def use(self, arrays: Sequence[DeviceArray]) -> Iterator[None]:
-        """Make this the memory of the arrays' GPU for the duration of a `with` block; one call at a time."""
+        """Select the arrays' GPU, and make `scope` for it, during a `with` block.
+
+        Only one call at a time may be inside such a block.
+        """
         with self._staging.in_use(arrays):
             device = next((x.device for x in arrays if x.size), arrays[0].device)
             self.scope = StreamScope(runtime(), device, self._staging.stream(device, "own"))

@@ -51,9 +51,9 @@ SMALL = 64 << 10
 """In groups of more than MEET_RANKS ranks: bytes up to which only one rank of each node exchanges data with other
 nodes. If so little data is divided among the rails, this saves less time than the additional round takes."""
 SEGMENT = 8 << 20
-"""Bytes of a rail's block that are sent while the next segment is reduced in shared memory. On the same two hosts, an
-all_reduce of 64 MiB takes 93 ms with 1 MiB here, and 65 ms with 16 MiB. If each rank has a core of its own, smaller
-segments overlap more."""
+"""Bytes of a segment of a rail's block. While a rail sends one segment, the node reduces the next in shared memory. On
+the same two hosts, an all_reduce of 64 MiB takes 93 ms with segments of 1 MiB, and 65 ms with 16 MiB. If each rank has
+a core of its own, smaller segments overlap more."""
 # How long a rank whose call has failed waits for the monitor to find the dead rank.
 _REASON_SECONDS = 1.0
 
@@ -248,7 +248,7 @@ class HybridBackend(Backend):
             out[...] = total
 
     def _reduce_scatter(self, operation: Operation) -> None:
-        """Reduce inside the node, where each rank reduces the blocks for its rail, and then along the rails."""
+        """Reduce inside the node, each rank the blocks for the ranks of its rail. Then reduce along the rails."""
         (out,), blocks, op = operation.outputs, operation.inputs, operation.op
         assert op is not None
         assert self.rail is not None
@@ -271,7 +271,7 @@ class HybridBackend(Backend):
             self.local.fast.all_gather(blocks, blocks[self._topology.local_rank])
 
     def _all_gather(self, operation: Operation) -> None:
-        """Gather along the rails, so that each rank has a block of every node, then inside the node."""
+        """Gather along the rails, which gives each rank a block of every node. Then gather inside the node."""
         outs, (x,) = operation.outputs, operation.inputs
         assert self.rail is not None
         nodes, here = len(self._topology.nodes), self.local.size

@@ -1,7 +1,7 @@
-"""StoreLease: the job's store, in which its ranks met, as one rank uses it until it leaves the job.
+"""StoreLease: one rank's use of the store in which the job's ranks have met. It ends when the rank leaves the job.
 
-The store has a count for each rank: how many groups that rank has finished making. Rank 0 serves a TCP store, so before
-it leaves, it reads these counts and waits until no other rank needs the store.
+For each rank, the store has a count of the groups that this rank has finished making. Rank 0 serves a TCP store, so
+before it leaves, it reads these counts and waits until no other rank needs the store.
 """
 
 from __future__ import annotations
@@ -19,33 +19,36 @@ from ..system.processes import Member, dead_among
 
 _log = logging.getLogger("fastcoll")
 _POLL_SECONDS = 0.01
-# How long at most rank 0 waits for other ranks before it leaves, if Ctrl-C interrupted it while it made its last group.
+# Before rank 0 leaves, it waits at most this long for other ranks if Ctrl-C interrupted the making of its last group.
 _INTERRUPTED_SECONDS = 0.5
-# How long a leaving rank tries to publish that it leaves. The server of the store may be stopped or out of reach.
+# How long a leaving rank tries to publish that it leaves. It fails if the store's server is stopped or out of reach.
 _PUBLISH_SECONDS = 1.0
-# A leaving rank adds this to its count. No rank makes as many groups, so a count from this up means: the rank has left.
+# A leaving rank adds this to its count. No rank makes so many groups, so a rank has left if its count is >= _LEFT.
 _LEFT = 1 << 30
 
 
 @dataclass(eq=False)
 class StoreLease:
-    """The store that the ranks of a job share, as one of these ranks uses it."""
+    """One rank's use of the store that the ranks of a job share."""
 
     store: Store  # the job's own part of the store
     members: Sequence[Member]  # every rank of the job
     rank: int
     close_store: Callable[[], None]  # releases the whole store, of which `store` is a part
     _settled: int = field(default=0, init=False)  # how many groups this rank has finished making
-    _interrupted: bool = field(default=False, init=False)  # whether Ctrl-C ended the making of the last one
+    _interrupted: bool = field(default=False, init=False)  # whether Ctrl-C ended the making of the last group
 
     def settle(self, interrupted: bool = False) -> None:
-        """Count one more group that this rank has finished making; if it was `interrupted`, `leave` waits less."""
+        """Count one more group that this rank has finished making.
+
+        `interrupted`: Ctrl-C ended the making of the group. If it was the last group, `leave` then waits less.
+        """
         self._settled += 1
         self._interrupted = interrupted
         self._count(1)
 
     def settled_by_all(self) -> int:
-        """Return the lowest count: every rank has finished making at least this many groups. Never blocks."""
+        """Return the number of groups that every rank has finished making, the lowest count. Never blocks."""
         return min(self._counts())
 
     def _counts(self) -> list[int]:
@@ -57,7 +60,7 @@ class StoreLease:
 
         Args:
             gone: ranks that are known to be dead.
-            exit_reason: why this rank leaves, for the error of ranks that wait for this rank to make a group.
+            exit_reason: why this rank leaves. Ranks that wait for this rank to make a group raise an error with it.
         """
         before = self.store.timeout  # restored below, because the store may be the user's
         try:
@@ -95,7 +98,10 @@ class StoreLease:
             self.store.add(f"settled/{self.rank}", amount)
 
     def raise_if_left(self, ranks: Sequence[int], doing: str) -> None:
-        """Raise AbortedError, with the exit reasons, if any of `ranks` has left the job, so it makes no more groups."""
+        """Raise AbortedError, with the exit reasons, if any of `ranks` has left the job.
+
+        A rank that has left makes no more groups, so it is useless to wait for it.
+        """
         reasons = self.store.peek([f"farewell/{rank}" for rank in ranks], 0)
         if gone := [(rank, reason.decode()) for rank, reason in zip(ranks, reasons, strict=True) if reason]:
             text = ", ".join(f"{self.members[rank]} {reason}" for rank, reason in gone)

@@ -1,7 +1,8 @@
-"""Groups without a default group: their members meet in a store. Each is its own job; a process may have several.
+"""Standalone groups, which need no default group, because their members meet in a store that the caller gives.
 
-They are for libraries that bring their own ranks and store: actors, plug-ins, torch's backend. At exit, a process
-leaves the groups that the program has not destroyed. A child made by fork has none of its parent's groups.
+Each is its own job, and a process may be in several. They are for libraries that bring their own ranks and store:
+actors, plug-ins, torch's backend. At exit, a process leaves the groups that the program has not destroyed. A child made
+by fork has none of its parent's groups.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def group_from_store(
     rank, world_size = whole("rank", rank), whole("world_size", world_size)
     if not 0 <= rank < world_size:
         raise UsageError(f"rank is {rank} and world_size is {world_size}; rank goes from 0 to world_size - 1")
-    # Each use of a store is its own job, with its own keys. Each process counts its own uses. So two processes that
-    # claim one rank have the same number, meet in one job, and get an error.
+    # Each use of a store is its own job, with its own keys, and each process counts its own uses. So if two processes
+    # claim the same rank, the counts of both are equal, so they meet in one job, and its ranks get an error.
     ours, me = PrefixStore("fastcoll", imported(store)), this_process()
     use = ours.add(f"group/{group_name}/use/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
     return make(

@@ -11,8 +11,9 @@ block's number of pages * KINDS + kind. Adjacent free blocks become one if both 
 kept in lists by size, the last freed one first.
 
 posix_fallocate allocates the memory of a hole before it is used, so that a full file system is an error here and never
-a SIGBUS. A block that is freed becomes a hole, that is, its memory goes back to the file system, if more than KEEP
-pages would be free. All free blocks become holes if an allocation would leave the file system less than RESERVE bytes.
+a SIGBUS. If the free pages with memory would become more than KEEP, a block that is freed becomes a hole: its memory
+goes back to the file system. If an allocation would leave the file system less than RESERVE bytes, all free blocks
+become holes.
 
 Concurrency: any thread may call these functions; it holds the GIL, which NumPy's own functions need. Only the holder of
 LOCK, a spin lock, changes the free lists and the kinds of blocks. The holder needs only microseconds, but it may lose
@@ -47,10 +48,11 @@ from .waiting import yield_core
 PAGE = 4096
 SMALLEST = 64 << 10
 _LEAST = SMALLEST // PAGE  # pages of the smallest block
-# A hole gets memory for at least this many pages at once, if it has them: posix_fallocate takes 5 us for 16 pages, and
-# 120 us for 1024.
+# A call of posix_fallocate is for at least this many pages of a hole (or for all, if it has fewer), because a call for
+# more pages takes less time per page: 5 us for 16 pages, and 120 us for 1024.
 _STEP = (4 << 20) // PAGE
-_AT_ONCE = (64 << 20) // PAGE  # most pages in one call of posix_fallocate, because a signal undoes the call
+# A call of posix_fallocate is for no more pages than this, because a signal undoes the call.
+_AT_ONCE = (64 << 20) // PAGE
 _TRIES = 100  # calls of posix_fallocate before interruptions by signals count as a failure
 
 # Words of the table. Other modules read the first four; they are 0 before there is an arena.
@@ -60,15 +62,15 @@ FD = 2  # file descriptor of the arena
 NONCE = 3  # random number that is also in the arena's first page; a peer that maps the arena compares the two
 OWNER = 4  # pid of the process that may allocate and free
 LOCK = 5
-DEFERRED = 6  # first page of a deferred block, 0: none; its second page's word has the next such block's
+DEFERRED = 6  # first page of a deferred block, 0: none; the word of its second page has the next block's
 PAGES = 7  # address of the table of pages
 IN_USE = 8  # pages of USED blocks
 IDLE = 9  # free pages that have memory
-KEEP = 10  # most free pages that keep their memory
+KEEP = 10  # the number of free pages that may keep their memory
 RESERVE = 11  # bytes of the file system to leave free for others
 SHUT = 12  # not 0: the arena allocates nothing new
 REFUSED = 13  # number of allocations for which there was no room
-REPORTED = 14  # not 0: the first of them has been reported
+REPORTED = 14  # not 0: the log has the warning that there was no room
 REPORT = 15  # address of Py_AddPendingCall; word 16: address of the reporting function that it schedules
 RANGE = 17  # bytes of the arena's address range, also if peers cannot map it
 BEFORE = 18  # NumPy's previous functions: 18 malloc, 19 calloc, 20 realloc, 21 free, 22 their context
@@ -365,8 +367,8 @@ def _give_back(s, page):
 def begin(table: np.ndarray[Any, Any], pages: np.ndarray[Any, Any]) -> None:
     """Make one hole of all pages except the first.
 
-    Python calls this before any function below. The word of the first page and the word after the last page's are
-    marked USED, so that no block is merged across these bounds.
+    Python calls this before any function below. Two words of `pages` are marked USED, so that no block is merged beyond
+    the hole's bounds: the word of the first page, and an additional word behind that of the last page.
     """
     count = len(pages) - 2
     pages[0] = pages[-1] = KINDS + USED

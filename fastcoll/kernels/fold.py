@@ -4,11 +4,11 @@ A loop processes one tile (some successive elements) at a time: it combines the 
 rank order, then writes the result. All sources' elements of a tile are read before any is written, so `dst` may be one
 of the sources. Each source is read once, however many there are.
 
-This file emits the vector instructions itself. A loop over elements would write through one pointer and read through
-several others. If two of these are equal, LLVM's run-time check for overlap fails and the loop is not vectorised, so it
-would have to write to scratch memory. An element's computation depends only on its position in the array, never on
-`dst`. So the result does not depend on `dst`, not even the sign and payload of a float32 or float64 NaN, which LLVM
-leaves to the processor.
+This file emits the vector instructions itself, instead of a loop over elements that LLVM vectorises. Such a loop would
+check at run time whether the arrays overlap, and would run without vector instructions if `dst` is one of the sources.
+To avoid that, it would have to write to scratch memory. An element's computation depends only on its position in the
+array, never on `dst`. So the result does not depend on `dst`, not even the sign and payload of a float32 or float64
+NaN, which LLVM leaves to the processor.
 
 There is a loop nest for each operation of a dtype, chosen by the operation's code. Fastmath is off: each lane is
 rounded as IEEE 754 says, and no operations are fused. Functions that add LLVM instructions to a `builder` return the
@@ -232,7 +232,7 @@ def division_of(element: types.Type) -> Divide | None:
 
 
 def _first_float_if(relation: str) -> Combine:
-    """Return a function that chooses as `numpy.minimum` or `numpy.maximum` does.
+    """Return a function that chooses like `numpy.minimum` or `numpy.maximum`.
 
     Of two equal numbers it returns the first; of a number and a NaN it returns the NaN.
     """
@@ -250,7 +250,10 @@ def _first_if(relation: str, signed: bool) -> Combine:
 
 
 def _logical(combine: Combine) -> Combine:
-    """Return a function that combines truth values (not 0 is true) to 0 or 1 in each lane."""
+    """Return a function that combines two values by their truth, lane by lane; its result is 1 or 0 in each lane.
+
+    A lane is true if it is not 0.
+    """
 
     def choose(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> Any:
         zero = constant(0, a)

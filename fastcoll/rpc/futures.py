@@ -33,7 +33,9 @@ class Future(core.Future[T]):
         self.answer: tuple[Readers, Link, int, float] | None = None
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
-        """Return a future of the result of `callback(self)`, which runs when this future is done (now, if it is done).
+        """Return a future for the result of `callback`.
+
+        `callback` is called with this future when this future is done, or now if it is done already.
 
         Raises:
             ArgumentTypeError: `callback` is not callable.
@@ -59,9 +61,9 @@ class Future(core.Future[T]):
         return Future()
 
     def _of_callback(self, error: BaseException) -> BaseException:
-        """Return the exception of a future of `then` whose callback raised `error`.
+        """Return the exception with which a future of `then` fails if its callback raised `error`.
 
-        As in torch, it is a RuntimeError, except for Ctrl-C and the like.
+        This is a RuntimeError, as in torch, or `error` itself if that is a KeyboardInterrupt or another BaseException.
         """
         if isinstance(error, RuntimeError) or not isinstance(error, Exception):
             return error
@@ -71,8 +73,8 @@ class Future(core.Future[T]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            "Can not pickle torch.futures.Future or a Future of rpc; wait for it, or have the function that returns it "
-            "marked by rpc.functions.async_execution"
+            "Can not pickle torch.futures.Future or a Future of rpc; wait for its result, or put the decorator "
+            "rpc.functions.async_execution on the function that returns it"
         )
 
 

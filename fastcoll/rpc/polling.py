@@ -4,9 +4,9 @@ Every registration is one-shot: for an event, the kernel wakes one thread and di
 descriptor reports no event until it is armed again. `link.armed` holds the events for which a link (one connection) is
 armed: READ, HANG_UP, or 0. The thread that gets an event first sets `link.armed` to 0, and then reads the link. If
 another thread arms the link between the event and that reset, the kernel is armed for more events than `link.armed`
-holds, which costs one extra event. The kernel is armed for fewer events than `link.armed` holds only between the event
-and the reset. No data stays unread, because the thread that got the event, or the thread that holds `link.reading`,
-reads the link next.
+holds, which costs one extra event. Between the event and the reset, and at no other time, the kernel can be armed for
+fewer events than `link.armed` holds. No data stays unread then, because the thread that got the event, or the thread
+that holds `link.reading`, reads the link next.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Poller:
             self._epoll.register(descriptor, READ)
 
     def watch(self, link: Link, events: int) -> None:
-        """Add a link: READ reports messages and the peer's end, HANG_UP only the peer's end."""
+        """Add a link. With `events` READ, report messages and the peer's disconnect; with HANG_UP, only the latter."""
         self._links[link.fileno()] = link
         link.armed = events
         self._epoll.register(link.fileno(), events)
@@ -62,7 +62,7 @@ class Poller:
                 self._modify(link, events)
 
     def disarm(self, link: Link) -> None:
-        """Report only the peer's end from now on, because the calling thread reads the link itself."""
+        """Report only the peer's disconnect from now on, because the calling thread reads the link itself."""
         with self._arming:
             if link.armed == READ:
                 self._modify(link, HANG_UP)

@@ -82,17 +82,21 @@ def encode(message: RpcMessage, by_ring: bool = False) -> tuple[bytes, list[memo
 
 
 def copied(message: RpcMessage) -> RpcMessage:
-    """Copy a message that this worker sends to itself, with its buffers, because a receiver owns its buffers."""
+    """Return a copy of a message that this worker sends to itself.
+
+    The buffers are copied, too, because the receiver of a message owns the buffers and may write to them.
+    """
     return replace(message, buffers=[bytearray(buffer) for buffer in message.buffers])
 
 
 class Assembler:
-    """Parse received bytes into messages: the link writes bytes into `space`, then calls `add` with their number.
+    """Parse received bytes into messages.
 
-    Bytes are received into one buffer, and messages are copied out of it. If this buffer holds only a part of a message
-    body, the rest of the body is received directly into the body's own memory. So is each large buffer of a message,
-    unless `take` fills it from shared memory. A message is not parsed until the caller has consumed the previous one,
-    because the previous one may set up the shared memory that this message needs.
+    The link writes received bytes into `space`, and then calls `add` with the number of these bytes. Most bytes are
+    received into one buffer, out of which messages are copied. If this buffer holds only a part of a message body, the
+    rest of the body is received directly into the body's own memory. Each large buffer of a message is also received
+    directly into its own memory, unless `take` fills it from shared memory. A message is not parsed until the caller
+    has consumed the previous one, because the previous one may set up the shared memory that the message needs.
     """
 
     def __init__(self, take: Callable[[memoryview], None], nbytes: int = 64 << 10) -> None:

@@ -1,9 +1,9 @@
-"""The collectives in a segment that reduce, and the barrier. Each is one compiled entry that runs without the GIL.
+"""The reductions through a shared segment, and the barrier. Each is one compiled entry that runs without the GIL.
 
 An entry takes a handle (the context's address with the tags of rounds.py), Python objects and integers. It validates
-its arguments (validate.py) and then runs rounds. It returns DONE; AGAIN or WORKED (call again with the same arguments
-and RESUMED); UNMAPPED, UNREADABLE, MIXED or MISMATCH (see calls.py); or LATER, which leaves the call to Python. All
-ranks reduce in rank order, so every rank gets the same bits.
+its arguments (validate.py) and then runs rounds. After AGAIN or WORKED, the caller calls the entry again with the same
+arguments and RESUMED. LATER leaves the call to Python. The other results are DONE, and UNMAPPED, UNREADABLE, MIXED and
+MISMATCH, which calls.py explains. All ranks reduce in rank order, so every rank gets the same bits.
 
 A reduction through the slots is one-shot (every rank reduces the complete arrays) or two-shot (each rank reduces its
 slice, then gathers the slices of the others: Rabenseifner's reduce-scatter and all-gather).
@@ -64,7 +64,7 @@ def barrier(handle: Index, call: Index) -> int:
 def run_barrier(h, c, call):
     """Run a barrier; the caller has taken the context.
 
-    The functions `run_*` need no GIL. Entries and the native calls of compiled callers (callers.py) share them.
+    The functions `run_*` need no GIL. Both the entries and the native calls of compiled callers (callers.py) use them.
     """
     r.begin(h, 0, 0, False, 0)
     if r.may_write(c, 1):
@@ -156,8 +156,8 @@ def _two_shot(c, dst, src, nbytes, spec, call, keep):
 def _reduce_arrays(c, dst, src, nbytes, spec, call, last, of_all):
     """Reduce the arrays of ranks 0..last-1 into dst, through the slots.
 
-    With `last` 0 this rank only contributes its array. `of_all`: whether `last` is 0 or the number of ranks on every
-    rank.
+    If `last` is 0, this rank only contributes its array. `of_all`: whether each rank's `last` is either 0 or the number
+    of ranks.
     """
     if of_all and load_word(c, at.SIZE) > 2 and nbytes > load_word(c, at.ONE_SHOT):
         return _two_shot(c, dst, src, nbytes, spec, call, last > 0)
@@ -195,7 +195,7 @@ def run_all_reduce(h, c, data, nbytes, spec):
 
 @locked_entry
 def reduce(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, dst: Index) -> int:
-    """Reduce over all ranks into `output` of rank dst, which may be the tensor itself."""
+    """Reduce `tensor` over all ranks into rank dst's `output`, which may be the same array as its `tensor`."""
     h = integer(handle)
     c = r.take(h)
     if c == 0:

@@ -104,7 +104,7 @@ class Segment:
         return int(self.words[1])
 
     def word(self, rank: int, offset: int) -> int:
-        """Return the index into `words` of the word at a byte offset of a rank's section."""
+        """Return the index, in `words`, of the word that is `offset` bytes behind the start of a rank's section."""
         return (self.layout.section(rank) + offset) // 8
 
     def reach(self, rank: int) -> np.ndarray:
@@ -188,8 +188,8 @@ def sweep(gone: Iterable[ProcessId] = ()) -> list[str]:
     killed in these milliseconds. A test session ignores the names of other sessions.
 
     Args:
-        gone: processes that have ended, as peers have found. Some may still exist, because a killed process closes its
-            connections before it ends.
+        gone: processes that peers have found dead. Some of them may still exist, because a killed process closes its
+            connections before it ends. Their segments are unlinked nevertheless.
     """
     swept = []
     for name in stale(gone):

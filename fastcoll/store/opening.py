@@ -34,11 +34,11 @@ Each side has an object, `Dialing` or `Answering`. `wants` is the number of byte
 handshake is complete). `take` consumes received bytes, split in any way, and returns the bytes to send. The object
 buffers at most one opening and one proof.
 
-An attacker cannot relay the proof of one job to another job, because the openings, which the proof covers, or the key
-identify the job. Between ranks, the openings have the group's name. For a store, the secret identifies the job if the
-job was given one. Otherwise client and server use the user's own secret, which is the same for all jobs of the user.
-Then the server checks the address that the client has dialed. It refuses the client if this is not the address at which
-it has accepted the connection, unless client and server were given the same host name and port for the store.
+An attacker cannot relay the proof of one job to another job, because a proof depends on the job. Between ranks, the
+proof covers the group's random name, which is in both openings. For a store, the proof depends on the job's secret, if
+the job was given one. Otherwise client and server use the user's own secret, which is the same for all jobs of the
+user. Then the server checks the address that the client has dialed. If this is not the address at which the server has
+accepted the connection, it refuses the client, except if both were given the same host name and port for the store.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ class Answering:
         return b""
 
     def ended(self) -> str:
-        """Return the reason to log if the peer disconnects now; empty if it has sent nothing, as a port scan."""
+        """Return the reason to log if the peer disconnects now; empty if it has sent nothing, like a port scan."""
         if self.theirs is None:
             return "closed before its opening was complete" if self._buffer else ""
         return "closed before it sent its proof: its process ended, or stopped waiting for this one"
@@ -336,7 +336,7 @@ class Answering:
             raise OpeningError("it is for a group or rank that this process does not have")
         if theirs.has_secret != endpoint.has_secret:
             answer = theirs.answer(endpoint, OpeningResult.SECRET).to_bytes()
-            raise Turned("it and this rank do not both have a secret", answer)
+            raise Turned("it has a job secret and this rank has none, or the other way round", answer)
         if not self._is_here(theirs):
             answer = theirs.answer(endpoint, OpeningResult.PLACE).to_bytes()
             raise Turned(

@@ -42,7 +42,7 @@ class SocketServer(ABC):
 
     def __init__(self, name: str, sockets: Sequence[socket.socket], key: Hashable) -> None:
         self.key = key
-        self.blamed: dict[str, str] = {}  # host -> why a connection from it was dropped for the first time
+        self.blamed: dict[str, str] = {}  # host -> why its first dropped connection was dropped
         self.selector = selectors.DefaultSelector()
         self._sockets = list(sockets)
         self._paused_until: float | None = None

@@ -1,9 +1,9 @@
-"""The processes in which tests with the ranks mark run: worker i is rank i of every test at its place.
+"""The pool of worker processes in which tests with the mark `ranks` run.
 
-A place is this machine or, for example, a network namespace on it (mark.py). Workers are started on demand and reused,
-because an interpreter with Numba takes about a second to start. After a failure the workers of the test are killed with
-their child processes. Each worker leads its own session (setsid), so the SIGINT of a Ctrl-C reaches only pytest. When
-pytest ends, the kernel kills the workers.
+Worker i of a place is rank i in every test that runs at this place. A place is this machine or, for example, a network
+namespace on it (mark.py). Workers are started on demand and reused, because an interpreter with Numba takes about a
+second to start. After a failure the workers of the test are killed with their child processes. Each worker leads its
+own session (setsid), so the SIGINT of a Ctrl-C reaches only pytest. When pytest ends, the kernel kills the workers.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ _KEPT = 8  # the workers of ranks below this are kept between tests
 _START_SECONDS = 60.0
 _END_SECONDS = 2.0  # a worker that was asked to end is killed after this time
 _GRACE_SECONDS = 3.0  # for the other ranks to report after a rank has failed
-_STACKS_SECONDS = 1.0  # of running for a process to write its stacks; a stopped process writes none
+# A process must begin to write its stacks within this time, not counting the time in which it waits for a core.
+_STACKS_SECONDS = 1.0
 _WRITTEN_SECONDS = 0.05  # the stacks are complete if the process could run for this time and wrote no more
 _LONGEST_SECONDS = 10.0  # to wait for the stacks of a process that gets no core
-# The longest wait, because a wait does not end at a Ctrl-C on another thread or just before the wait begins.
+# A single wait takes at most this time. A Ctrl-C that another thread gets, or that arrives just before a wait begins,
+# does not end the wait.
 _LOOK_SECONDS = 1.0
 _OUTPUT_BYTES = 64 << 10  # how much of the end of a rank's output is shown
 

@@ -245,9 +245,9 @@ def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:
 
 
 def _awaited(edges: Sequence[Edge], dumps: Sequence[Dump]) -> Iterator[str]:
-    """Yield a sentence about each wait, for dumps in which no group has diverged: ranks may wait in messages.
+    """Yield a sentence about each wait of a rank for another rank, if no group's calls differ.
 
-    Waits for ranks that do not wait themselves come first.
+    Such ranks wait for messages. Waits for a rank that does not wait itself come first.
     """
     waiting = {wait.waiter for wait in edges}
     here = {dump.rank: dump for dump in dumps}

@@ -22,7 +22,7 @@ from .printing import bytes_of, counted
 
 _SHM = segment.DIRECTORY
 _LARGER = "docker: --shm-size=1g; kubernetes: an emptyDir with medium: Memory; else: mount -o remount,size=1g /dev/shm"
-# Bytes of address space that Numba needs to compile and NumPy for its threads; they only reserve a part of it.
+# Bytes of address space that Numba's compiler and NumPy's threads need; a part is only reserved and never used.
 _ADDRESS_SPACE = 8 << 30
 _SECONDS = 20
 _ASK_PEER = """
@@ -31,7 +31,7 @@ from fastcoll.shm.reach import descriptors_are_open, read_word
 pid, address, word = map(int, sys.argv[1:])
 print(descriptors_are_open(pid))
 try:
-    print("yes" if read_word(pid, address) == word else "it reads another process's memory")
+    print("yes" if read_word(pid, address) == word else "it returns other bytes than this process has at that address")
 except OSError as error:
     print(error.strerror)
 """
@@ -58,7 +58,7 @@ def shared_memory(ranks: int) -> Iterator[Finding]:
         groups = free // (ranks * wanted)
         if free // 2 < ranks * wanted:
             less = bytes_of(ranks * wanted)
-            text = f"{has}: a group of {counted(ranks, 'rank')} gets less than its {less}, and is slower"
+            text = f"{has}: a group of {counted(ranks, 'rank')} wants {less} and gets less, so it is slower"
             yield Finding("warning", "shared memory", text, f"make it larger ({_LARGER})")
         elif kind not in ("tmpfs", ""):
             text = f"{has}, but it is a {kind}, which may write it to a disk"
@@ -84,7 +84,10 @@ def _file_system(path: str) -> str:
 
 
 def memory(ranks: int) -> Iterator[Finding]:
-    """Check the free memory for a group: a page of /dev/shm counts as memory of the process that touches it first."""
+    """Check whether there is enough free memory for a group.
+
+    Its pages in /dev/shm count against the memory limit of the process that touches them first.
+    """
     lines = Path("/proc/meminfo").read_text().splitlines()
     free: float = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     about = f"{bytes_of(free)} available"
@@ -103,9 +106,9 @@ def memory(ranks: int) -> Iterator[Finding]:
 
 
 def cgroup_limit(name: str) -> float | None:
-    """Return the lowest limit in a file of this process's cgroup and the cgroups above it; None: no limit.
+    """Return the lowest of the limits in the files `name` of this process's cgroup and those above it; None: no limit.
 
-    A file `*.current` has a cgroup's present use, not a limit; return the use of the nearest cgroup with this file.
+    A file `*.current` has no limit but the present use of a cgroup; return the use of the nearest cgroup that has one.
     """
     lowest = None
     try:
@@ -130,9 +133,9 @@ def cgroup_limit(name: str) -> float | None:
 def limits(ranks: int) -> Iterator[Finding]:
     """Check this process's resource limits, because ranks that are started from here inherit them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = "any number of" if hard == resource.RLIM_INFINITY else str(hard)
+    most = "any number" if hard == resource.RLIM_INFINITY else str(hard)
     needed = 2 * ranks + FOR_OTHERS  # rank 0 has a connection and a pidfd for each rank
-    about = f"{soft} open files, which fastcoll may raise to {most}"
+    about = f"a process may have {soft} open files; fastcoll may raise this limit to {most}"
     if hard != resource.RLIM_INFINITY and hard < needed:
         yield Finding("problem", "limits", f"{about}; {ranks} ranks need {needed}", CURE)
     else:
@@ -187,7 +190,10 @@ def memory_of_peers(ranks: int) -> Iterator[Finding]:
             "ok", "peers' memory", "ranks read it by process_vm_readv, so large arrays are copied once"
         )
     if opens == "False":
-        text = "descriptors in /proc cannot be opened: ranks read no arrays in place, and status sees no jobs"
+        text = (
+            "descriptors of other processes cannot be opened in /proc, so ranks read no arrays in place, and "
+            "`fastcoll status` sees no jobs"
+        )
         yield Finding(
             "warning",
             "peers' memory",
@@ -220,10 +226,10 @@ def cores(ranks: int) -> Iterator[Finding]:
     usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     quota = cgroup_limit("cpu.max")
     about = f"{usable} of {there} usable" + (
-        f", and the cgroup allows the time of {quota:.3g}" if quota else ""
+        f", and the cgroup allows the CPU time of {quota:.3g} cores" if quota else ""
     )
     if min(usable, quota or usable) < ranks:
-        text = f"{about}: fewer than {counted(ranks, 'rank')}, which take turns; small calls take much longer"
+        text = f"{about}: fewer than {counted(ranks, 'rank')}, so ranks take turns, and small calls take much longer"
         yield Finding(
             "warning",
             "cores",

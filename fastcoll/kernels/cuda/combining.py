@@ -3,13 +3,13 @@
 | dtype             | lanes in memory      | computed as           |
 |-------------------|----------------------|-----------------------|
 | ints, floats      | one                  | the same              |
-| complex           | two of its float     | the same              |
+| complex           | two floats           | the same              |
 | bool              | a uint8              | 0 or 1                |
 | float16, bfloat16 | a uint16             | float32, rounded once |
 
-A *group* is the tuple of an element's lanes. The functions that this file makes take and return groups, so that
-reducers.py builds operations on one lane in the same way as on two. An operation may be a user's function. Structured
-dtypes have a kernel of their own (`records_kernel`).
+A *group* is the tuple of an element's lanes. The functions that this file makes take and return groups. So reducers.py
+does not distinguish dtypes of one lane from those of two. An operation may be a user's function. For structured dtypes,
+which have no lanes, `records_kernel` makes the complete kernel.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def combination_by(function: Callable[[Any, Any], Any], element: DeviceElement, 
     else:
         combine = device(lambda a, b: (part(scalar(a[0], b[0])),))
     if not SIMULATED:
-        # Compile it now, before other functions call it. If Numba found an error in it only then, it would try each of
-        # the nested callers twice, which takes a minute.
+        # Compile `combine` now, before the functions that call it. If a user's function has an error, Numba would else
+        # find it while it compiles these nested callers. It would try each of them twice, which takes a minute.
         combine.compile_device((types.UniTuple(part, element.lanes),) * 2)
     return combine
 

@@ -1,4 +1,4 @@
-"""Gradients across workers, as torch.distributed.autograd: `import fastcoll.rpc.autograd`. Needs the extra `torch`.
+"""Gradients across workers, with the API of torch.distributed.autograd. Needs the extra `torch`.
 
 Inside a `context`, tensors that are sent by rpc remain parts of one autograd graph across the workers. `backward` runs
 the whole graph backward, and stores the gradients in the context, not in `.grad`.
