@@ -252,7 +252,7 @@ class Backend(ABC):
     """Carries out the operations of one group on contiguous ndarrays.
 
     Attributes:
-        name: the backend's name, as in `backend=`.
+        name: the backend's name, which `backend=` takes.
         natively: the kinds of operations that the backend plans itself; other kinds are composed of these.
         native_calls: the native calls for compiled callers; None if compiled callers must call Python for
             every operation.
@@ -281,7 +281,7 @@ class Backend(ABC):
         """
 
     def fast(self, group: Any) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions that `group.fast` has instead of the ProcessGroup's methods, by the methods' names.
+        """Return functions by method name; `group.fast` has them instead of the ProcessGroup's methods of these names.
 
         Each function handles the plain case with one compiled call, and calls the method in all other cases.
         """
@@ -399,7 +399,7 @@ class DeviceCarrier(ABC):
 
     @abstractmethod
     def import_array(self, x: Any, *, writable: bool, what: str) -> ImportedArray:
-        """Import an array on a GPU, as `arrays.import_array` imports a host array.
+        """Import an array on a GPU, like `arrays.import_array` for host arrays.
 
         `array` of the result is a contiguous DeviceArray. A strided array is packed on the array's own stream.
 

@@ -2,8 +2,8 @@
 
 A *kernel*, the compiled function that carries out an operation, returns within 100 ms if it cannot progress. Then
 `Wait.look` either raises an error, or returns so that the kernel is called again. If a peer has died, left or failed,
-`Wait.look` raises only after it has found this twice, with one more call of the kernel in between. The reason: data
-that a peer published before it left or died is valid, and may be all that the kernel needs.
+`Wait.look` raises only after it has found this twice, with one more call of the kernel in between, because data that a
+peer published before it left or died is valid, and may be all that the kernel needs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger("fastcoll")
 # The states of a rank. A rank is IN_ORDER until it publishes another state. A rank that is LEAVING starts no more
 # operations, but still receives messages.
 IN_ORDER, LEFT, FAILED, LEAVING = range(4)
-_MOST_CHARACTERS = 300  # of an exception's text in an exit reason
+_MOST_CHARACTERS = 300  # how many characters of an exception's text an exit reason may contain
 
 
 def describe_exit(error: BaseException | None, ended: bool = False) -> str:

@@ -228,7 +228,7 @@ def check_apart(outs: Sequence[ImportedArray], name: str, each: int = 0, once: b
     Args:
         name: the argument's name, for the error text.
         each: the length of each inner list if the argument is a list of lists.
-        once: whether the same array may be listed several times, as in `distinct`.
+        once: whether the same array may be listed several times (see `distinct`).
     """
     on_host = all(type(out.target) is np.ndarray for out in outs)
     pairs = combinations([out.target for out in outs], 2)
@@ -304,7 +304,7 @@ def check_dtypes(name: str, items: Sequence[ImportedArray], x: Array) -> None:
         _check_place(f"{name}[{index}]", item.array, "another array of the call", x)
         if item.array.dtype != x.dtype:
             raise ArrayError(
-                f"{name}[{index}] is {item.array.dtype}, expected {x.dtype} as the other arrays of the call"
+                f"{name}[{index}] is {item.array.dtype}, expected {x.dtype}, like the other arrays of the call"
             )
 
 
@@ -356,7 +356,7 @@ def sum_for(op: ReduceOp) -> ReduceOp:
 
 
 def divide(x: Array, n: int) -> None:
-    """Divide x by n in place, as AVG does: round integers towards zero, divide 16-bit floats in float32."""
+    """Divide x by n in place, for AVG: integers are rounded towards zero, and 16-bit floats are divided in float32."""
     if x.dtype.kind in "iu":
         quotient, rest = np.divmod(x, x.dtype.type(n))
         x[...] = quotient + ((x < 0) & (rest != 0)).astype(x.dtype)

@@ -81,4 +81,4 @@ COMPOSITIONS: dict[str, Callable[[Planner, Operation], Call]] = {
     "all_reduce_coalesced": _all_reduce_together,
     "all_gather_coalesced": _all_gather_together,
 }
-"""For kinds that a backend does not have natively: how to plan them from kinds that it has."""
+"""For each kind that a backend need not have natively: the function that plans it from other kinds."""

@@ -19,8 +19,8 @@ class ReduceOp:
     """An operation that combines the arrays of several ranks into one, element by element and in rank order.
 
     Predefined: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, LAND, LOR, LXOR. AVG divides the sum by
-    the number of ranks (integers: truncated towards zero, as NCCL does). MIN and MAX propagate NaN, as
-    `numpy.minimum` does. On bool, SUM and MAX are "or", PRODUCT and MIN are "and", as in NumPy.
+    the number of ranks (integers: truncated towards zero, as in NCCL). MIN and MAX propagate NaN, like
+    `numpy.minimum`. On bool, SUM and MAX are "or", PRODUCT and MIN are "and", as in NumPy.
     LAND, LOR and LXOR are MPI's: every element except 0 is true, also NaN. If two or more ranks are
     combined, each element of the result is 0 or 1 in the array's dtype. If only one rank's array is
     reduced (in a group of one rank, or for rank 0 in a scan), the result is that array, unchanged.

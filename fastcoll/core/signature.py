@@ -204,7 +204,7 @@ def balance(rank: int, gives: Sequence[int], takes: Sequence[int]) -> int:
 
 
 def shape_of(sizes: Sequence[int]) -> int:
-    """Encode a list of sizes in one number, by which ranks compare it: the sum of equal sizes, else a negative hash."""
+    """Return one number by which ranks compare lists of sizes: the sum if all are equal, else a negative hash."""
     if len(set(sizes)) == 1:
         return sum(sizes)
     return -1 - (sum(weigh(peer, peer, n) for peer, n in enumerate(sizes)) & (1 << 62) - 1)
@@ -247,7 +247,7 @@ def gather_texts(text: str, size: int, gather: Gather) -> list[str]:
 
 
 def comparable(heads: Sequence[Head]) -> list[Head]:
-    """Return the heads of all ranks; if ranks may have different shapes, with 0 instead of each shape."""
+    """Return the heads of all ranks. If ranks may have different shapes, the shape in each head is replaced by 0."""
     uneven = all(call & UNEVEN for call, _ in heads)
     return [(call, 0) for call, _ in heads] if uneven else list(heads)
 

@@ -30,7 +30,7 @@ CONTAINERS = (dict, list, tuple)
 # tree, and 2 ranks on 2 shared cores: arrays of 512 KiB take 12.2 ms packed and 16.6 ms in separate calls; arrays of
 # 1 MiB take 22.1 and 19.4 ms; arrays of 4 MiB take 149 and 66 ms.
 LARGE = 1 << 20
-_SHOWN = 1000  # most characters of a structure that an error shows
+_SHOWN = 1000  # how many characters of a structure an error may show
 
 
 class Tree(ImportedArray):

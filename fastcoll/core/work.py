@@ -191,7 +191,7 @@ class Work(Future[Any]):
             )
 
     def join(self) -> None:
-        """Wait as `wait` does, but without a timeout and on any thread.
+        """Wait like `wait`, but without a timeout and on any thread.
 
         Only the package's own code calls this. For example, one group's progress thread may wait for an operation of
         another group.
@@ -218,7 +218,7 @@ class Work(Future[Any]):
         return self.error
 
     def result(self, timeout: Timeout = None) -> Any:
-        """Wait as `wait` does, then return what the synchronous call would have returned.
+        """Wait like `wait`, then return what the synchronous call would have returned.
 
         That is the sender's rank for a receive, a new array for an in-place operation on an immutable array (JAX's),
         and None for all other operations.
@@ -351,7 +351,7 @@ class UnobservedWorks:
     When a rank leaves the group, job/leaving.py waits for those under way, and reports the errors of those that failed.
     """
 
-    _MOST_FAILED = 16  # since each keeps its arrays alive
+    _MOST_FAILED = 16  # a limit, because each failed operation keeps its arrays alive
 
     def __init__(self) -> None:
         self._works: dict[Work, None] = {}
@@ -379,9 +379,10 @@ class UnobservedWorks:
         ]
 
     def ended(self, work: Work) -> None:
-        """Remove an operation that has ended without an error. Calling twice is fine.
+        """Update the record when an operation has ended. Calling twice is fine.
 
-        If it failed, keep it unless 16 other failed operations are kept; remove those whose errors were read.
+        An operation without an error is removed. A failed operation stays, except if 16 other failed ones are kept.
+        Failed operations whose errors a thread has read are removed.
         """
         if work.error is None:
             self._works.pop(work, None)

@@ -175,7 +175,7 @@ class BackendConfig:
     """The backend for each kind of device in a `backend=` argument: `BackendConfig("cpu:auto,cuda:nccl")`.
 
     Raises:
-        UsageError, UnavailableError: as `init_process_group`.
+        UsageError, UnavailableError: as for `init_process_group`.
     """
 
     def __init__(self, backend: str | None) -> None:

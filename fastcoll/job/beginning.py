@@ -36,7 +36,7 @@ def begin(address: str, place: ProcessName, timeout: float, start: Start) -> tup
 
     Raises:
         PeerDiedError: a process died and is not replaced.
-        FastcollError: as `init_process_group`.
+        FastcollError: as for `init_process_group`.
     """
     began = time.monotonic()
     join_queue = JoinQueue(address, timeout)
@@ -62,7 +62,7 @@ def begin(address: str, place: ProcessName, timeout: float, start: Start) -> tup
 
 
 def met_elsewhere(address: str, place: ProcessName) -> None:
-    """Publish to the launchers that the ranks have met by other means than `begin`, as by an init method."""
+    """Publish to the launchers that the ranks have met by other means than `begin`, such as an init method."""
     with suppress(StoreError), closing(JoinQueue(address, _SEEN_SECONDS)) as join_queue:
         join_queue.attempts.join(place.name)
         join_queue.attempts.decide_next(ELSEWHERE)

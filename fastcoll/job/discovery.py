@@ -46,7 +46,7 @@ def finder(
     group_name: str,
     choice: BackendChoice,
 ) -> Callable[[], Found]:
-    """Return the function that finds the other ranks as these arguments of `init_process_group` demand."""
+    """Return the function that finds the other ranks by these arguments of `init_process_group`."""
     for name, text in (("init_method", init_method or ""), ("group_name", group_name)):
         if not isinstance(text, str):
             raise UsageError(f"{name} is {text!r}, a {type(text).__name__}; give a str")
@@ -77,10 +77,11 @@ def _found(meeting: Rendezvous, place: str = "fastcoll") -> Found:
 
 
 def _use(store: Store, rank: int, world_size: int, group_name: str, root: str = "fastcoll") -> Found:
-    """Return the part of a user's store for one job: each use of a store is a new job.
+    """Return the part of a user's store for one job, because each use of a store is a new job.
 
     The number of earlier uses is kept in the store, because a process may open the store anew each time. Each process
-    counts its own uses. So two processes that claim one rank have the same number, meet in one job, and get an error.
+    counts its own uses. So if two processes claim the same rank, the counts of both are equal. Then they meet in one
+    job, whose ranks get an error.
     """
     me = this_process()
     use = store.add(f"{root}/{group_name}/use/{rank}/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1

@@ -28,7 +28,7 @@ class Job:
     )  # key prefixes of the groups besides the world
     _over: dict[str, int] = field(
         default_factory=dict, init=False
-    )  # by key of a group that all members have left: how many groups each rank must make before its keys go
+    )  # key of a group that all members have left -> how many groups each rank must make before it is deleted
     _calls: Counter[str] = field(default_factory=Counter, init=False)
 
     def number(self, kind: str) -> int:

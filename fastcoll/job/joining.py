@@ -42,7 +42,7 @@ _log = logging.getLogger("fastcoll")
 FORMING_SECONDS = 30.0
 """How long the members of an attempt wait for one another before its outcome is OFF."""
 _STORE_SECONDS = 10.0  # the store must answer a joiner within this time
-_TRIES = 5  # how many attempts one joiner takes part in at most
+_TRIES = 5  # the largest number of attempts in which one joiner takes part
 _MADE, _OFF = b"made", b"off"
 
 

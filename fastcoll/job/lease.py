@@ -56,7 +56,7 @@ class StoreLease:
         return [int(count or 0) for count in counts]
 
     def leave(self, grace: float, gone: Sequence[Member] = (), exit_reason: str = "") -> None:
-        """Release the store. Rank 0 first waits until no living rank needs the store, for `grace` seconds at most.
+        """Release the store. Rank 0 first waits until no living rank needs the store, but at most `grace` seconds.
 
         Args:
             gone: ranks that are known to be dead.

@@ -2,8 +2,8 @@
 
 A leaving rank first completes its collectives and sends, within the timeout of their group, because other ranks take
 part in them. A receive cannot complete once no rank is left that could send. So a rank that has only receives left
-publishes this to its peers (core/monitor.py), and waits for messages until all peers have only receives left too, for
-30 s at most. If an exception ends the rank, the rank waits for nothing, and the peers get an error at once.
+publishes this to its peers (core/monitor.py), and waits for messages until all peers have only receives left too, but
+at most 30 s. If an exception ends the rank, the rank waits for nothing, and the peers get an error at once.
 """
 
 from __future__ import annotations

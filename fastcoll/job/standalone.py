@@ -112,7 +112,7 @@ def make(
     set_process_rank(ranks[rank])
     if ranks[rank] == 0:
         config.warn_of_unknown()
-    # A group of one rank needs no meeting. It gets its own store, as several ranks may make such groups under one name.
+    # A group of one rank needs no meeting. It gets a store of its own, because other ranks may use the same name.
     job = store if size > 1 else HashStore()
     members = members or join(job, rank, size, str(choice), timeout, began=began)
     with ExitStack() as undo:
@@ -129,7 +129,7 @@ def make(
 
 
 def leave_groups(left: Sequence[ProcessGroup], error: BaseException | None) -> GroupError | None:
-    """Leave the groups that this rank has not left before; return the error for lost operations, as `leave` does."""
+    """Leave the groups that this rank has not left before; return the error of `leave` (leaving.py), or None."""
     known = {group: groups.standalone.pop(group) for group in left if group in groups.standalone}
     try:
         return leave(list(known), error)
@@ -141,7 +141,7 @@ def leave_groups(left: Sequence[ProcessGroup], error: BaseException | None) -> G
 
 
 def leave_all(error: BaseException | None) -> GroupError | None:
-    """Leave all standalone groups, as at exit."""
+    """Leave all standalone groups. The exit hook calls this."""
     return leave_groups(list(groups.standalone), error)
 
 

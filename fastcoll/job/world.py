@@ -48,8 +48,8 @@ from .standalone import leave_groups
 
 _log = logging.getLogger("fastcoll")
 
-# How long at most rank 0 keeps the store open: after a failed start, so that other ranks can read the reason; at exit,
-# so that other ranks can finish making groups.
+# The longest times for which rank 0 keeps the store open for other ranks: after a failed start, so that they can read
+# the reason; at exit, so that they can finish making groups.
 _FAILED_START_SECONDS = 0.5
 _EXIT_SECONDS = 10.0
 
@@ -275,9 +275,9 @@ def destroy_process_group(group: Group = None) -> None:
     """Leave a group; with None or the default group, leave all groups of the job and the job itself.
 
     Asynchronous operations under way are completed first, within the group's timeout. While an exception is handled
-    (in `except` or `finally`), this does not wait, and the other ranks get an error with its text. Calls on the group
-    in which other ranks still are raise, except calls in which this rank has done its part. When rank 0 leaves the job,
-    it waits for ranks that are still making groups.
+    (in `except` or `finally`), this does not wait, and the other ranks get an error with the exception's text. If other
+    ranks are still inside calls on the group, these calls raise, except calls in which this rank has done its part.
+    When rank 0 leaves the job, it waits for ranks that are still making groups.
 
     Raises:
         GroupError: operations were lost that the program did not wait for: receives without a sender, or operations
@@ -387,7 +387,10 @@ def _start(
 
 
 def _leave(error: BaseException | None, grace: float | None, ended: bool = False) -> GroupError | None:
-    """Leave every group and the job, as `leave` does; `ended` is True at exit, if the program has not left the job."""
+    """Leave every group and the job; return the error of `leave` (leaving.py), or None.
+
+    `ended`: the process exits, and the program has not left the job.
+    """
     if ended:
         _log.info("destroy_process_group was not called; leaving at exit")
     failpoints.reach("destroy.enter")

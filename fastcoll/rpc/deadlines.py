@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ..core.work import ENDLESS
 
-_LOOK_SECONDS = 1.0  # between two looks for hosts that vanished
+_LOOK_SECONDS = 1.0  # the time between two checks for hosts that vanished
 
 
 class Deadlines:

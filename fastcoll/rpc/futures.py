@@ -79,12 +79,12 @@ class Future(core.Future[T]):
 
 
 def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
-    """Return a future of the list `futures`: it is done when all of them are, and fails as soon as one of them does."""
+    """Return a future of the list `futures`. It is done when all of these are, and fails as soon as one fails."""
     return _collected(futures, ends_early=True)
 
 
 def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
-    """Return the results of all futures; raise the first exception as soon as it arrives, as torch does."""
+    """Return the results of all futures; raise the first exception as soon as it arrives, like torch."""
     return [future.value() for future in collect_all(futures).wait()]
 
 

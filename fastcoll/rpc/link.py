@@ -218,7 +218,7 @@ class Link:
     # ---- reading -------------------------------------------------------------------------------------------
 
     def poll(self, milliseconds: float = 0) -> bool:
-        """Return whether data or the peer's end arrives within `milliseconds`. The caller holds `reading`."""
+        """Return whether data arrives or the peer disconnects within `milliseconds`. The caller holds `reading`."""
         return bool(self._poller.poll(milliseconds))
 
     def expects_answers(self) -> bool:

@@ -43,9 +43,9 @@ _PREFIX = struct.Struct("<BI")  # a zero, which no pickle begins with, and the l
 
 
 def reduce_type(cls: type, reducer: Reducer, undo: Undo | None = None) -> None:
-    """Pickle instances of `cls` and its subclasses, in messages to worker `to`, as `reducer(value, to)`.
+    """Pickle instances of `cls` and its subclasses by `reducer(value, to)`, in messages to worker `to`.
 
-    The reducer returns a reduce tuple, as `__reduce__` does. With `undo`, instances are sent in a prefix of the pickle.
+    The reducer returns a reduce tuple, like `__reduce__`. With `undo`, instances are sent in a prefix of the pickle.
     The receiver unpickles the prefix even if it cannot unpickle the rest, or if the call has timed out. If the message
     cannot be pickled, `undo(reduced)` is called for each instance that was reduced before the error.
     """

@@ -207,7 +207,7 @@ class _Proxy:
     """Calls the methods of an RRef's value on its owner.
 
     Before the first `rpc_async` or `remote` call of a method, the caller asks the owner whether the value has the
-    method, and waits for the answer. So the call itself raises AttributeError, and not its future, as in torch.
+    method, and waits for the answer. So the call itself raises AttributeError, as in torch, instead of its future.
     """
 
     def __init__(self, rref: RRef[Any], call: Callable[..., Any], timeout: Timeout) -> None:

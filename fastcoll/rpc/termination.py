@@ -50,7 +50,7 @@ class Termination:
         agent.on_death(self._died)
 
     def finish(self, limit: float) -> None:
-        """Wait until no call is under way on any worker, at most `limit` seconds; 0: without limit."""
+        """Wait until no call is under way on any worker, for up to `limit` seconds; 0: without limit."""
         until = time.monotonic() + (limit or ENDLESS)
         try:
             for worker in self._agent.workers[1:] if self._agent.me.id == 0 else ():

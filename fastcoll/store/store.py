@@ -146,7 +146,7 @@ class Store(ABC):
         """Remove the first value from the queue `key`, and return it. Each value is returned to one caller only.
 
         Args:
-            block: whether to wait for a value, for the store's timeout at most.
+            block: whether to wait for a value, up to the store's timeout.
 
         Raises:
             StoreTimeoutError: no value was pushed within the store's timeout.

@@ -126,7 +126,7 @@ def _note(ended: queue.SimpleQueue[tuple[int, Future[None]]], worker: int, done:
 
 
 def _raise(worker: int, error: BaseException | None) -> None:
-    """Raise the error that ended a worker's part of a pass, as a RuntimeError, as torch does."""
+    """Raise the error that ended a worker's part of a pass, converted to a RuntimeError as in torch."""
     if error is None:
         return
     if isinstance(error, RuntimeError) or not isinstance(error, Exception):

@@ -15,8 +15,8 @@ So it has already run all its departures with times after t, and all nodes that 
 reach. The arrival is such a node, because every tensor that depends on it left later than t. So the arrival has sent
 the gradient for which the first worker waits, which contradicts the assumption.
 
-A worker that fails reports that to the initiator, which makes all others fail (participant.py). No wait is endless,
-because the initiator's calls have a deadline, and all workers notice the initiator's death.
+A worker that fails informs the initiator, which makes all others fail (participant.py). No wait is endless, because the
+initiator's calls have a deadline, and all workers notice the initiator's death.
 """
 
 from __future__ import annotations
