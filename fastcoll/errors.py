@@ -40,7 +40,7 @@ _PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 def _timed_out(message: str) -> str:
-    """Return the message with the words "timed out", as in torch: programs match on them."""
+    """Return the message with the words "timed out", because torch's messages have them, and programs match on them."""
     return message if "timed out" in message else f"timed out: {message}"
 
 

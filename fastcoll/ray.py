@@ -34,8 +34,8 @@ from ray.util.collective.backend_registry import register_collective_backend
 from ray.util.collective.collective_group.base_collective_group import BaseGroup
 
 _POLL_SECONDS = 0.01
-# Seconds to try an address before the address is read again: it may be that of an earlier rank 0, which was killed
-# before it removed the address.
+# Seconds to try an address before it is read again, because it may be the address of an earlier rank 0, which was
+# killed before it removed the address.
 _CONNECT_SECONDS = 5.0
 
 

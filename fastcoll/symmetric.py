@@ -54,7 +54,7 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float64, group: Grou
 
 
 def zeros(shape: int | Sequence[int], dtype: DTypeLike = np.float64, group: Group = None) -> Any:
-    """Make an array as `empty` does, filled with zeros."""
+    """Make an array like `empty`, and fill it with zeros."""
     # Linux zeroes memory before a process can use it.
     return _allocate(member_of(group, "symmetric.zeros"), shape, dtype)
 

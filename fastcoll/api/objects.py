@@ -222,7 +222,7 @@ def recv_object_list(
 
 
 def _member(group: Group, name: str) -> ProcessGroup | None:
-    """Return the group as `member_of` does; raise on all ranks if the other members may not belong to the job."""
+    """Return the result of `member_of`; raise on all ranks if the other members may not belong to the job."""
     g = member_of(group, name)
     if g is not None and g.size > 1 and g.backend.name != "shm" and config.get("FASTCOLL_INSECURE"):
         from ..store.secret import check_unpickling

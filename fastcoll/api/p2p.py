@@ -87,7 +87,7 @@ def isend(
 ) -> Work | Any:  # None outside the group; `Any` saves members the check for None
     """Start a `send` and return its Work at once; do not use the array until `work.wait()` has returned.
 
-    A message to this rank is buffered, as by `send`, and its Work is complete at once.
+    A message to this rank is buffered, and its Work is complete at once.
 
     Args:
         tensor: an array of any fixed-size dtype; the receiver's array has the same dtype and number of elements.
@@ -285,8 +285,8 @@ def sendrecv(
     """Send one array and receive another at the same time; return when both have finished.
 
     Args:
-        input: is sent to rank `dst`, as by `isend`.
-        output: receives from rank `src`, or from the rank whose message arrives first, as by `recv`.
+        input: the array to send to rank `dst`.
+        output: the array into which the message of rank `src` is received.
         dst, src: global ranks; a `src` of None is any rank.
         group: from `new_group`; None: the default group. On a rank outside the group the call only warns.
         send_tag: 0 to 2**31 - 1.

@@ -83,7 +83,7 @@ FOREIGN = 1 << 40
 """Added to a global rank that is passed as `peer` although it is not in the group."""
 
 SPLITS = 1 << 8
-"""A bit in the word of a refused call: its split sizes are wrong."""
+"""A bit in the word of a refused call. It means that the call's split sizes are wrong."""
 
 _DTYPE_MASK = (1 << DTYPE_BITS) - 1
 _lock = threading.RLock()  # reentrant, because a signal handler may call compiled code

@@ -2,7 +2,7 @@
 
 jit.py has the decorators that declare them. This is the only file with Numba's flags. It is imported only when
 something has to be compiled, because it imports Numba. Fastmath is off, so that the same inputs give the same bits.
-Kernels release the GIL, never raise, and divide as NumPy does.
+Kernels release the GIL and never raise. Their divisions have NumPy's results.
 
 Numba types each kernel and helper once, and links it into the code that uses it; LLVM then optimises all of that code
 together. By default Numba optimises each function by itself, generates machine code and a Python wrapper for it, and

@@ -184,7 +184,7 @@ class Work(Future[Any]):
 
         The child has none of the threads that would complete the operation.
         """
-        if self._forks != _forks and not self.ended:
+        if not self.ended and self._forks != _forks:
             raise AbortedError(
                 f"{self.describe} is under way in the process from which process {os.getpid()} was forked; wait for "
                 "it there"

@@ -323,7 +323,7 @@ class _Run:
             grow(join_queue, attempt)
             self._at_once = _MOST_AT_ONCE
         except NotGrownError as error:
-            self._at_once = 1  # try one joiner at a time, so that one that fails does not keep the others out
+            self._at_once = 1  # try one joiner at a time, so that a failing one does not keep the others out
             if groups.world.rank == 0:
                 _log.warning("%s; the job goes on without them", error)
 

@@ -115,7 +115,7 @@ class AutoCarrier(DeviceCarrier):
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._staged = StagedCarrier(group)
-        # Closed in this order: each carrier precedes those that it uses.
+        # They are closed in this order. Each carrier comes before the carriers that it uses.
         self._carriers: list[DeviceCarrier] = [self._staged]
         self.messages = self._staged.messages
         self.chosen: DeviceCarrier | None = None

@@ -14,8 +14,8 @@ copies down waits for that copy; if nothing is copied down, the host waits. Befo
 their calls, because a rank with an array of another size would have other segments.
 
 The send of a message waits for the array's stream and copies the array to the host. The message is sent from there, and
-the caller may reuse the array when the send is complete, as with host arrays. A receive is posted with host memory. The
-thread that completes the receive first waits for the array's stream and copies the message to the GPU.
+the caller may reuse the array when the send is complete. A receive is posted with host memory. The thread that
+completes the receive first waits for the array's stream and copies the message to the GPU.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class StagedCarrier(DeviceCarrier):
     # ---- the end -------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Do nothing: calls see that the group has failed, and copies end by themselves."""
+        """Do nothing, because calls see that the group has failed, and copies end by themselves."""
 
     def close(self, reason: GroupError | None) -> None:
         self.staging.close()

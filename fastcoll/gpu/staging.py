@@ -28,7 +28,7 @@ _CLOSE_SECONDS = 5.0
 
 LEAST = 4096
 KEPT = 64 << 20
-"""The most bytes that a pool keeps in free buffers; others are freed after use. An estimate, not measured."""
+"""How many bytes a pool may keep in free buffers; other buffers are freed after use. An estimate, not measured."""
 
 Marks = list[tuple[int, int]]
 """Pairs of a GPU and an event on it, behind the work that must be waited for."""

@@ -235,7 +235,7 @@ def barrier(*, group: Group = None, token: Any = None) -> Any:
 
 
 def create_token() -> Any:
-    """Return a token, which begins a chain of calls: each call runs after the call that returned its token.
+    """Return a token, which begins a chain of calls. Each call runs after the call that returned its token.
 
     A token is an array; programs and loops take and return it like any other array. If a program has several chains,
     their calls may run in different orders on different ranks. So begin one chain in a program, and give each call the
@@ -247,8 +247,8 @@ def create_token() -> Any:
 def clear_errors() -> None:
     """Wait for all calls of this thread without a token, then forget their errors.
 
-    JAX orders these calls. After one has failed, JAX runs no later one: each raises the error of the first. A
-    MismatchError leaves the group usable; after it, call this function on all ranks, between two programs.
+    JAX orders these calls. After one of them has failed, JAX does not run the later calls; each raises the error of the
+    failed call. A MismatchError leaves the group usable; then call this function on all ranks, between two programs.
     """
     wait_for_effects()
     dispatch.runtime_tokens.clear()

@@ -4,7 +4,7 @@ JAX runs a program some time after Python has called it, so the order of the pro
 differs between ranks. This does not matter for messages, because they match by tag, and JAX's messages have their own
 range of tags (`JAX_TAGS`). Collectives match by order, so they need a group of their own. The calling thread makes the
 copy when JAX first traces a collective on the group; each new default group gets a new copy. A rank that leaves the
-group also leaves the copy. The rank first waits for running programs, as it does for asynchronous calls.
+group also leaves the copy. It first waits for running programs, in the same way as for asynchronous calls.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _fences: list[Callable[[], None]] = []
 
 
 def settle_by(fence: Callable[[], None]) -> None:
-    """Set the function that `settle` calls: it starts a program that runs after all earlier ones, and waits for it."""
+    """Set the function that `settle` calls. It must start a program after all earlier ones, and wait for its end."""
     _fences[:] = [fence]
 
 

@@ -4,10 +4,10 @@ In such a job, a failure does not restart all ranks; generations.py is for jobs 
 
 Node 0's launcher serves a store on a separate port, and all launchers connect to the store with the job's secret. The
 launcher whose rank fails first sets the key `failed`; the others read it and end their ranks. The unexpected end of a
-launcher, as by SIGKILL, is a failure as well. So each launcher except node 0's leaves a *will* with the store: the
-server sets `failed` if the launcher's connection is lost. If node 0's launcher dies, the store disappears before
-`failed` is set; by this the others detect its death. A launcher that cannot connect to the store runs its ranks without
-it; after a failure on another node, these ranks end only when their groups fail.
+launcher, for example by SIGKILL, is a failure as well. So each launcher except node 0's leaves a *will* with the store,
+that is, the server sets `failed` if the launcher's connection is lost. If node 0's launcher dies, the store disappears
+before `failed` is set; by this the others detect its death. A launcher that cannot connect to the store runs its ranks
+without the store; after a failure on another node, these ranks end only when their groups fail.
 
 Node 0's launcher serves the store until its ranks have ended. After a failure, it serves the store for up to 5 s more,
 until the launchers of all nodes have read the failure; some launchers may still be starting.
@@ -158,7 +158,7 @@ class NodeFailures:
     def _open(self) -> None:
         """Serve the store or connect to it; then publish the failure of this node, if there was one meanwhile.
 
-        Node 0's launcher serves the store. Each other launcher tries to connect until it ends, for at most 600 s.
+        Node 0's launcher serves the store. Each other launcher tries to connect for up to 600 s, or until it ends.
         """
         # Imported here, because it imports sockets and jobs of one node need none.
         from ..store import TCPStore
@@ -189,7 +189,7 @@ class NodeFailures:
             store.compare_set(_FAILED, "", _text(failure))
 
     def _follow(self) -> None:
-        """Wait for the first failure, or until node 0's launcher or this one ends."""
+        """Wait until a rank has failed, or until the launcher of node 0 or this launcher ends."""
         if self._rank != 0:
             self._open()
         with contextlib.ExitStack() as leaving:

@@ -154,7 +154,7 @@ class Generations:
         if not self._counts(key, generation):
             return
         if self.restarts >= self.rules.max_restarts:
-            self.over(1, text)  # as torchrun, whatever the exit code of the rank
+            self.over(1, text)  # torchrun's exit code, whatever the exit code of the rank
             return
         self.restarts += 1
         self._not_before = now + self._pauses.after(now - self._started)

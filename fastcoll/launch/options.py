@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
              f"(default {TICK_SECONDS:g})")  # fmt: skip
     local_rank = parser.add_mutually_exclusive_group()
     add("pass_local_rank", group=local_rank, action="store_true",
-        help="add --local_rank=N before the program's own arguments, as torch's first launcher did")  # fmt: skip
+        help="add --local_rank=N before the program's own arguments, like torch's first launcher")  # fmt: skip
     add("use_env", group=local_rank, action="store_true",
         help="do not add --local_rank: programs read LOCAL_RANK from the environment (default)")  # fmt: skip
     add("no_python", action="store_true", help="run the program itself, without Python")
@@ -125,11 +125,11 @@ def _parser() -> argparse.ArgumentParser:
     add("log_dir", type=Path, metavar="DIR", help="also write output to DIR/rank-R.stdout and .stderr")
     add("redirects", "-r", type=parse, default="0", metavar="WHICH",
         help="output that goes to files only: 0: none, 1: stdout, 2: stderr, 3: both; or one of these for each local "
-             "rank, as 0:3,1:2")  # fmt: skip
+             "rank, for example 0:3,1:2")  # fmt: skip
     add("tee", "-t", type=parse, default="0", metavar="WHICH",
-        help="output that also goes to files, as for --redirects (default with --log_dir alone: all)")  # fmt: skip
+        help="output that also goes to files: see --redirects (default with --log_dir alone: all)")  # fmt: skip
     add("local_ranks_filter", type=_ranks, metavar="RANKS",
-        help="local ranks, as 0,1, whose output is shown (default: all)")  # fmt: skip
+        help="local ranks whose output is shown, for example 0,1 (default: all)")  # fmt: skip
     add("no_prefix", action="store_true", help="show output without [rank] before each line")
     add("grace", "--shutdown_timeout", "--shutdown-timeout", type=_seconds, default=GRACE_SECONDS, metavar="SECONDS",
         help=f"time between asking ranks to end and killing them (default {GRACE_SECONDS:g})")  # fmt: skip

@@ -29,7 +29,7 @@ _FOLLOWED = re.compile(
 _READ_BYTES = 64 << 10
 _PIPE_BYTES = 1 << 20  # the largest size of a pipe (/proc/sys/fs/pipe-max-size)
 _LONGEST_LINE = 1 << 20  # longer lines are cut, to bound the memory for output without line ends
-_REMEMBERED = 40  # lines
+_REMEMBERED = 40  # how many of the last lines of a stream are kept
 
 Sink = Callable[[bytes], None]
 """A function that writes whole lines of output. It may raise BrokenPipeError if the reader of the output is gone."""

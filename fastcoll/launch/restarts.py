@@ -51,8 +51,8 @@ class Restarts:
 
     Args:
         job: the part of this node's share that is the same in all generations.
-        supervise: makes the supervisor of one generation; it takes this node's share of the generation, `logs` and
-            `nodes`, as `Supervisor` does.
+        supervise: makes the supervisor of one generation. Like `Supervisor`, it takes this node's share of the
+            generation, `logs` and `nodes`.
         tick: seconds between two checks for signals and orders while no ranks run here.
     """
 

@@ -48,7 +48,7 @@ def run(
 
     Args:
         backend, timeout: as for `init_process_group`.
-        prefix: whether each line of output begins with its rank, as in `[1] `.
+        prefix: whether each line of output begins with its rank, for example `[1] `.
 
     Returns:
         the results of `fn`, by rank.
@@ -113,7 +113,7 @@ def run(
 def _is_importable(module: ModuleType) -> bool:
     """Return whether a rank can import a module.
 
-    It cannot if the module is not on sys.path, as when pytest has imported it by its file name.
+    It cannot if the module is not on sys.path, for example because pytest has imported it by its file name.
     """
     spec = PathFinder.find_spec(module.__name__.partition(".")[0])
     paths = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]

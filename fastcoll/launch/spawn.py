@@ -1,4 +1,4 @@
-"""`spawn`: run a function in several processes, as torch.multiprocessing.spawn does.
+"""`spawn`: run a function in several processes, with the API of torch.multiprocessing.spawn.
 
 If `spawn` is called on the parent's main thread, the kernel kills the children when the parent ends, except with the
 start method `forkserver`. If a rank fails, the parent ends the others and raises an error with the rank's traceback.
@@ -131,7 +131,7 @@ class SpawnContext:
             wait(ends + [self.errors[rank] for rank in silent if rank not in self._texts], left)
 
     def _text(self, rank: int) -> bytes:
-        """Return a rank's error as `_child` sends it: b"G" for a GroupError or b"E" for another, then the traceback.
+        """Return what `_child` has sent: b"G" for a GroupError or b"E" for another error, then the traceback.
 
         The result is empty if the rank has sent nothing yet, or has ended without sending.
         """

@@ -114,7 +114,7 @@ class CallRecord(NamedTuple):
 
     @property
     def head(self) -> tuple[int, int]:
-        """The two words of the signature, as functions of core/signature.py take them."""
+        """The two words of the signature, a `Head` of core/signature.py."""
         return self.call, self.shape
 
 
@@ -123,7 +123,7 @@ class Waiting(NamedTuple):
 
     Attributes:
         number: the number of the call that waits; 0: the thread waits in a send or receive.
-        doing: the operation, as in error texts.
+        doing: the name of the operation that error texts use.
         since: the start of the wait, in ns since 1970.
         ranks: the global ranks for which it waits; only the first WAIT_RANKS are listed.
         many: the number of ranks for which it waits.

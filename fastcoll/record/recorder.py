@@ -334,7 +334,7 @@ class GroupRecorder:
         Args:
             slot: the index of the wait's slot in the block: slot 0 is for a Wait (core/monitor.py), the other slots are
                 for messages (p2p/checks.py).
-            doing: the operation, as in error texts.
+            doing: the name of the operation that error texts use.
             since: the start of the wait, by time.monotonic.
             message: whether the thread waits in a send or receive, and not in a call.
         """

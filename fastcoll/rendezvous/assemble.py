@@ -223,7 +223,7 @@ class Meeting:
 
         error = no_descriptor(error, self.doing) or error
         text = f"{self._sender}: {error}" if self._sender else str(error)
-        if not isinstance(error, FastcollError):  # Ctrl-C, for one
+        if not isinstance(error, FastcollError):  # for example Ctrl-C
             text = f"{self._sender or self.doing}: it was ended by {type(error).__name__}"
             error = RendezvousError(text)
         if type(error).__name__ not in _PUBLISHED:

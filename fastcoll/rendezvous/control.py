@@ -210,9 +210,9 @@ def _send(connection: socket.socket, data: bytes) -> None:
 class NetMonitor(Monitor):
     """The monitor of a rank that observes the other ranks through its control connections.
 
-    A peer whose connection ends without a notice is treated as dead: it has died or cannot be reached. If a notice of
-    a failed rank names ranks at fault, this rank blames the same ranks and not the sender: the first survivor that
-    detects a death may be gone before the other survivors poll, and these must still name the dead rank.
+    A peer whose connection ends without a notice is treated as dead, because it has died or cannot be reached. If a
+    notice of a failed rank names ranks at fault, this rank blames the same ranks and not the sender. The reason is that
+    the first survivor that detects a death may be gone before the others poll, and these must still name the dead rank.
     """
 
     def __init__(self, members: Sequence[Member], rank: int, control: Control) -> None:
@@ -302,7 +302,7 @@ class NetMonitor(Monitor):
         notice = Notice(state, self.rank, text=reason)
         if state == FAILED and self.failure is not None:
             if self._taken is not None and self._taken[0] is self.failure:
-                notice = self._taken[1]  # forwarded unchanged, not wrapped into another "failed the group"
+                notice = self._taken[1]  # forwarded unchanged, without another "failed the group"
             else:
                 died = isinstance(self.failure, PeerDiedError)
                 late = isinstance(self.failure, CollectiveTimeoutError)

@@ -2,9 +2,9 @@
 
 `detect` reads torch's variables (set by fastcoll.launch, torchrun or by hand), and those of Open MPI, MPICH and Intel
 MPI (Hydra), MVAPICH and Slurm. With a wrong rank or size, ranks would wait for others that never come, so variables
-that contradict one another are an error. It is usual, and no error, that one launcher starts another. Slurm is then the
-outermost launcher, so its variables are read only if no other launcher has set a rank. A torch-style agent, recognised
-by LOCAL_WORLD_SIZE, is the innermost launcher, so if there is one, only torch's variables are read.
+that contradict one another are an error. Often one launcher starts another, which is no error. Slurm is then the
+outermost launcher, so its variables are read only if no other launcher has set a rank. A launcher like torchrun,
+recognised by LOCAL_WORLD_SIZE, is the innermost launcher, so if there is one, only torch's variables are read.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def dial_all(
 
 
 def dial_until(dial: Dial, end: float) -> bool:
-    """Proceed with one dial until it is open, or until `end`; return whether it is open. Raises as `dial_all`."""
+    """Proceed with one dial until it is open, or until `end`; return whether it is open. Errors: see `dial_all`."""
     while True:
         dial.step()
         if dial.is_done or time.monotonic() >= end:

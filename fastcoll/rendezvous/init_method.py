@@ -56,15 +56,15 @@ def has_handler(url: str) -> bool:
 def rendezvous(
     url: str, rank: int = -1, world_size: int = -1, timeout: Timeout = None
 ) -> Iterator[tuple[Store, int, int]]:
-    """Yield, once, the store, this process's rank and the world size for `url`, as torch's function does.
+    """Yield, once, the store, this process's rank and the world size for `url`, like torch's function.
 
     Args:
-        url: as `init_method` of `init_process_group`.
+        url: see `init_method` of `init_process_group`.
         rank, world_size: -1 if the URL or the environment has them.
         timeout: seconds or timedelta; the default is 300 s.
 
     Raises:
-        UsageError, RendezvousError, PeerDiedError, ResourceError: as `init_process_group`.
+        UsageError, RendezvousError, PeerDiedError, ResourceError: as for `init_process_group`.
 
     Example:
         >>> store, rank, world_size = next(rendezvous("env://"))

@@ -235,7 +235,7 @@ class Listener(serving.SocketServer):
 
 
 def _send(connection: socket.socket, data: bytes) -> None:
-    """Send an answer completely or not at all: it is far smaller than the buffer of a fresh connection."""
+    """Send an answer. It is sent completely or not at all, because a fresh connection's buffer is far larger."""
     if data and connection.send(data) < len(data):
         raise OpeningError("does not read the answer to its opening")
 

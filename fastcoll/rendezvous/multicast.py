@@ -121,7 +121,7 @@ def _mac(secret: bytes, message: bytes) -> bytes:
 
 
 class Election:
-    """The candidates that one candidate knows, without I/O; decides whether it leads or whom it follows.
+    """The state of one candidate, without I/O: the candidates that it knows, and whether it leads or whom it follows.
 
     All times are seconds of one clock.
     """

@@ -13,8 +13,8 @@ array in the arena copies these words into the owner's section of the segment (l
 them.
 
 A fork copies the blocks that are in use. Before the fork the parent creates a second arena and copies the blocks into
-it, and the child maps this second arena at the addresses of the first. So parent and child share no arrays, as they
-share no other memory.
+it, and the child maps this second arena at the addresses of the first. So parent and child share no arrays, just as
+they share no other memory.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def _before_fork() -> None:
     while not (_is_locked := bool(_lock(STATE_ADDRESS, 1))) and time.monotonic() < end:
         os.sched_yield()
     if not _state[a.LIMIT]:
-        return  # this process is itself a child of a fork without a copy: its arrays are in private memory
+        return  # this process is itself a forked child without a copy, so its arrays are in private memory
     try:
         _copy = _copied()
     except (OSError, ResourceError) as error:

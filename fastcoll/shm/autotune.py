@@ -65,7 +65,7 @@ WARM = 7  # calls of a row before the first try
 SHARE = 50  # tries may take 1 / SHARE of a row's time
 SOON = 64  # an algorithm backs off for at least this number of calls
 UNSURE = 128  # calls until an algorithm that was slow once is tried again
-LONG = 4096  # least number of calls until an algorithm that was slow more than once is tried again
+LONG = 4096  # smallest number of calls until an algorithm that was slow more than once is tried again
 HOPELESS = 1 << 40  # ticks a MiB: recorded for DIRECT if other ranks do not choose it
 
 
@@ -210,7 +210,7 @@ def is_direct(t):
 
 @inlined
 def stop_clock(t):
-    """Stop the clock: waiting for other ranks to begin the call is not the algorithm's time."""
+    """Stop the clock, because the wait until other ranks begin the call is not part of the algorithm's time."""
     if load_word(t, STARTED):
         store_word(t, SPENT, load_word(t, SPENT) + ticks() - load_word(t, STARTED))
         store_word(t, STARTED, 0)
@@ -312,7 +312,7 @@ def rest_of(before, time, best, known):
 def _take_best(row, algorithm):
     """Update the best algorithm of a row; return the number of algorithms with a time.
 
-    Another algorithm replaces the best one if it is faster by a sixteenth at least.
+    Another algorithm replaces the best one if it is at least a sixteenth faster.
     """
     best = load_word(row, BEST)
     if load_word(row, TIMES + best) == 0:

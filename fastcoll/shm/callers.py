@@ -4,8 +4,8 @@ A native call is a C function. It takes the context, the group's state for compi
 (the reducer and more) in a table of the context, the memo, by the call word that the caller passes; `open` has added
 the spec. Then it runs the same code as the entry of its operation, that is, the function that Python calls. So
 failpoints, the record, the tuner, and symmetric and shared arrays work as in the entry. If a native call returns early,
-Python calls it again, as it does with an entry: `_NativeCall` has an entry's interface. A native call is compiled or
-loaded when its operation is first used.
+Python calls it again, in the same way as an entry, because `_NativeCall` has an entry's interface. A native call is
+compiled or loaded when its operation is first used.
 """
 
 from __future__ import annotations

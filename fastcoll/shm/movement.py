@@ -44,7 +44,7 @@ def broadcast(handle: Index, tensor: PyObject, src: Index) -> int:
 def run_broadcast(h, c, data, nbytes, spec, root):
     """Run a broadcast; the caller has taken the context.
 
-    The functions `run_*` need no GIL. Entries and the native calls of compiled callers (callers.py) share them.
+    The functions `run_*` need no GIL. Both the entries and the native calls of compiled callers (callers.py) use them.
     """
     call = load_word(spec, v.CALL) | root << signature.ROOT_SHIFT
     r.begin(h, _BROADCAST, nbytes, True, single_copy.kind_of(c, data, nbytes))

@@ -76,7 +76,7 @@ from .ring_kernels import (
 from .validate import data_of
 
 BESIDE = 1 << 60
-"""`send_call` and `receive_call` return BESIDE + number for a request that they leave to Python; numbers are lower."""
+"""`send_call` and `receive_call` return BESIDE + number for a request that they leave to Python; number < BESIDE."""
 
 COUNT_AT, MAILBOX_AT = 5, 48  # positions of bit fields in a number
 _FIRST = 1 << COUNT_AT

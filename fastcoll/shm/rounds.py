@@ -20,8 +20,8 @@ Invariants:
   waits until every peer's CONSUMED is at least t - SLOTS + 1. The context's word SEEN caches the highest bound that
   held. A meeting raises SEEN to the call's first round, because a peer that has begun a call has read all rounds of
   earlier calls. So the check costs nothing in the common case.
-- When a rank overwrites its line of call s for call s + 2, every peer has compared that line: the rank begins call s +
-  2 after the meeting of call s + 1, and every peer began call s + 1 after it had compared the lines of call s.
+- When a rank overwrites its line of call s for call s + 2, every peer has compared that line, because the rank begins
+  call s + 2 after the meeting of call s + 1, and every peer began call s + 1 after it had compared the lines of call s.
 - No rank waits for ever. Take the rank that has read the fewest rounds. Since LAG <= SLOTS - 1, the slot that it writes
   next is free, and so are the slots that its peers have to write before it can read its next round.
 
@@ -68,7 +68,7 @@ from . import context_layout as at
 RESUMED = 1  # the entry returned early before, and the call owns the context
 PREPARED = 2  # Python has validated the arrays, and GIVEN has the address of the call's spec
 HELD = 4  # this thread still owns the context, from the previous call; this call must go through the slots
-BRIEF = 8  # the entry may wait only briefly, as the context's BRIEF_PATIENCE says
+BRIEF = 8  # the entry may wait only as long as the context's BRIEF_PATIENCE allows
 TAGS = 15
 
 # The group's record (kernels/recording.py) has the times of one call in TIMED_EVERY, of every call of at least

@@ -4,7 +4,7 @@ Each array has a segment of its own. The ranks communicate through the group its
 and rank 0 publishes the segment's name before it creates the segment, so that every survivor can unlink the name. All
 ranks unlink it at the end, also after an error.
 
-all_reduce combines the arrays in rank order, as it does with ordinary arrays. Each rank reduces its slice directly from
+all_reduce combines the arrays in rank order, like ordinary arrays. Each rank reduces its slice directly from
 all ranks' arrays and stores the result into all of them. It begins after the meeting (rounds.py), because a peer that
 has not begun the call may still use its array. A second round ends when all slices are stored. No two ranks write to
 the same cache line.

@@ -2,8 +2,8 @@
 
 The child has only the thread that forked, and copies of all else: locks that no thread of the child will release,
 connections that belong to the parent, the flight record of the parent's groups. Modules register actions that repair
-this, when they are imported. If an action raises, the exception is printed and the next action runs, as with
-`os.register_at_fork`.
+this, when they are imported. If an action raises, the exception is printed and the next action runs. (Actions of
+`os.register_at_fork` are treated in the same way.)
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 In a collective call, a rank waits for the members of the group that have not begun the call; in a message, it waits for
 the other rank. A rank is to blame if others wait for it and it waits for no rank itself, or if its process cannot run.
 Ranks that wait for one another are to blame together. Asynchronous operations run on a progress thread; such an
-operation counts as a wait of its rank only while the rank's main thread sleeps as it does in `Work.wait`. The records
-are read one after the other while the ranks run, so a short wait may be over by now: waits shorter than
-MIN_WAIT_SECONDS are ignored.
+operation counts as a wait of its rank only while the rank's main thread seems to be in `Work.wait`, because it sleeps
+in the same way. The records are read one after the other while the ranks run, so a short wait may be over by now.
+Waits shorter than MIN_WAIT_SECONDS are ignored.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def _headline(found: Divergence, dumps: Sequence[Dump]) -> str:
         groups: dict[tuple[int, int], list[int]] = {}
         for rank, call in found.calls.items():
             groups.setdefault(_comparable(call), []).append(rank)
-        # The smallest set of ranks comes first: it is probably the wrong one.
+        # The smallest set of ranks comes first, because these ranks have probably made the wrong call.
         sides = sorted(groups.values(), key=len)
         calls = [f"{_ranks(ranks)} called {_what(found.calls[ranks[0]])}" for ranks in sides]
         return f"At {where} the ranks diverged: {', where '.join(calls)}."

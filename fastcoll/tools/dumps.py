@@ -37,8 +37,8 @@ class Dump:
         reasons: why the dump was written, oldest first.
         threads: names of threads by their ids.
         time: when the dump was written, in seconds since 1970.
-        seen_by: None if the rank wrote the dump itself; otherwise the rank that wrote it, while it waited for this one.
-        state: the state of this rank's process, as in /proc/PID/stat, if another rank wrote the dump.
+        seen_by: None if the rank wrote the dump itself; otherwise the rank that wrote it while it waited for this rank.
+        state: if another rank wrote the dump, the state of this rank's process, a letter of /proc/PID/stat.
     """
 
     path: Path

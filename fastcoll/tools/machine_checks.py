@@ -162,7 +162,7 @@ def limits(ranks: int) -> Iterator[Finding]:
 
 
 def memory_of_peers(ranks: int) -> Iterator[Finding]:
-    """Check whether another process of this user may read this process's memory, as ranks do.
+    """Check whether another process of this user may read this process's memory, because ranks read their peers'.
 
     The other process is a child of this one, because an ancestor may have more rights than another rank has.
     """

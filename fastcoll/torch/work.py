@@ -147,8 +147,8 @@ class Completions:
     def submit(self, job: Job) -> None:
         """Run `job` on another thread. Never blocks.
 
-        If Python can start no more threads, as at its exit, the calling thread runs the job. If that is a group's
-        progress thread, a job that waits for an operation of the group gets an error.
+        If Python can start no more threads, for example at its exit, the calling thread runs the job. If this is a
+        group's progress thread, a job that waits for an operation of the group gets an error.
         """
         with self._changed:
             self._jobs.append(job)

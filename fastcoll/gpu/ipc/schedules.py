@@ -1,4 +1,4 @@
-"""Schedules: a rank's copies, reductions and waits in a collective over shared GPU memory, as data.
+"""Schedules: data that describes a rank's copies, reductions and waits in a collective over shared GPU memory.
 
 A call is a sequence of *steps*. Before step k a rank writes its slot (a buffer that the peers read) of step k. In step
 k it publishes that the slot is written, and waits until every rank has published step k. After the step it reads its
@@ -218,14 +218,14 @@ def scan(rank: int, size: int, nbytes: int, itemsize: int, slot: int, exclusive:
 
 
 def broadcast(rank: int, size: int, nbytes: int, slot: int, root: int) -> Schedule:
-    """Return the schedule: all ranks copy the root's slot."""
+    """Return the schedule in which all ranks copy the root's slot."""
     if rank == root:
         return _in_chunks(rank, slot, [_Part(0, 0, nbytes)] * (size > 1))
     return _in_chunks(rank, slot, (), [_Part(0, 0, nbytes, (root,))])
 
 
 def all_gather(rank: int, size: int, sizes: Sequence[int], slot: int) -> Schedule:
-    """Return the schedule: all ranks copy the slots of all.
+    """Return the schedule in which every rank copies the slots of all ranks.
 
     Args:
         sizes: bytes of the outputs.

@@ -192,7 +192,7 @@ class RowExchange:
 
     Attributes:
         address: the address of the context (compiled.py).
-        room: the most bytes of data that a rank may attach to its row.
+        room: how many bytes of data a rank may attach to its row.
         rows: the rows of the current call, by group rank; the words of a row are ROW_... in compiled.py.
         attached: for each rank, the address in `rows` of the data attached to its row.
     """
@@ -247,7 +247,7 @@ class RowExchange:
         Args:
             near: whether MPI's collective operations can address this rank's arrays (execution.py).
             attached: address and size of the data to attach, at most `room` bytes.
-            look: called every 50 ms, as in Requests.finish.
+            look: called every 50 ms (see Requests.finish).
         """
         self._words[c.NEAR : c.HANDLES] = near, *attached
         with self._library.lock:
@@ -257,7 +257,7 @@ class RowExchange:
     def resume(self, code: int, again: Callable[[], int], look: Callable[[], None]) -> int:
         """Continue a compiled call that has returned `code`, and return its last status.
 
-        `again` continues the compiled call, until it ends; `look` is called in between, as in Requests.finish.
+        `again` continues the compiled call, until it ends; `look` is called in between (see Requests.finish).
         """
         try:
             while code == AGAIN:

@@ -107,7 +107,7 @@ class MpiBackend(Backend):
         self._host = self._execution(HostMemory(gate.size))
         self._gpus: Execution | None = None
         room, little = self._meeting.room, min(self._meeting.room, _LITTLE)
-        # For each kind in which a rank contributes one array: the most bytes of an array that is attached to the row.
+        # For each kind in which a rank contributes one array: an array of up to this many bytes is attached to the row.
         self._most_attached = {
             name: little if kind.root == "dst" else room
             for name, kind in KINDS.items()
@@ -207,7 +207,7 @@ class MpiBackend(Backend):
     def _late(self) -> list[int]:
         """Return the group ranks whose rows have not arrived.
 
-        After the meeting, any rank may still be in the call: then this returns the other ranks that have not left.
+        After the meeting, any rank may still be in the call. So this then returns the other ranks that have not left.
         """
         if not self._moving:
             return self._meeting.late()
@@ -234,7 +234,7 @@ class MpiBackend(Backend):
     def _gather(self, everybody: Array, own: Array) -> None:
         """Do an all_gather without a meeting.
 
-        Used after a mismatch: all ranks have found it, so all take part.
+        Used after a mismatch, which all ranks have found, so all of them call this.
         """
         blocks, x = self._host.memory.blocks(list(everybody)), self._host.memory.blocks([own])
         self._host.run(Addressed("all_gather", blocks, x, None, 0), True, (everybody, own))
@@ -296,7 +296,7 @@ class MpiBackend(Backend):
 
     @property
     def least_on_gpus(self) -> int:
-        """The most bytes of a message that must be in host memory.
+        """The largest number of bytes of a message that must be in host memory.
 
         A longer message may be in GPU memory.
         """
@@ -307,7 +307,7 @@ class MpiBackend(Backend):
     def close(self, reason: GroupError | None) -> None:
         self.messages.close(reason)
         # Wait for the current call, which has been aborted and ends soon. But if this is a signal handler that has
-        # interrupted the call, do not wait: the call cannot end before the handler returns.
+        # interrupted the call, do not wait, because the call cannot end before the handler returns.
         turn = not self.gate.is_inside() and self.gate.lock.acquire(timeout=_CLOSE_SECONDS)
         self.monitor.leave()
         self._record.close()
@@ -321,4 +321,4 @@ class MpiBackend(Backend):
             self.gate.lock.release()
 
     def disown(self, error: GroupError) -> None:
-        """Do nothing in a forked child: MPI belongs to the parent."""
+        """Do nothing in a forked child, because MPI belongs to the parent."""

@@ -4,7 +4,7 @@ In the meeting (agreement.py), each rank sends every other rank a row: the heade
 the data. *Entries* are the functions that Python calls. They return a status, or minus the code of an MPI error. All
 state is in tables of 8-byte words. A wait *sweeps* over its requests: it tests each of them in turn. It has this table:
 
-    0-9     back-off, and when the wait has used up its budget, as in kernels/waiting.py
+    0-9     the state of the back-off (kernels/waiting.py), with the time at which the wait has used up its budget
     MODE    0: wait until all requests are complete, with back-off between sweeps; ANY: wait until one request is
             complete; the flag BUSY can be added to both: yield the core between sweeps, and never sleep
     TEST    address of MPI_Test
@@ -119,7 +119,7 @@ def wait(table):
 
 @entry
 def poll(address: Index) -> int:
-    """Wait for the requests of the table at `address`, as `wait` does."""
+    """Call `wait` for the table at `address`."""
     return wait(integer(address))
 
 

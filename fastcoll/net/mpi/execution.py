@@ -6,8 +6,8 @@ must be *near* one another: within 2 GiB of address space. If some rank's blocks
 messages of at most 1 GiB instead. All ranks must choose the same method, so each rank publishes in the meeting whether
 its blocks are near.
 
-Blocks on GPUs (gpu/cuda_aware_mpi.py) always travel in messages: all CUDA-aware libraries accept them in MPI_Isend and
-MPI_Irecv, but Open MPI's non-blocking collective operations access GPU memory like host memory and crash
+Blocks on GPUs (gpu/cuda_aware_mpi.py) always travel in messages, because all CUDA-aware libraries accept them in
+MPI_Isend and MPI_Irecv. Open MPI's non-blocking collective operations access GPU memory like host memory and crash
 (https://github.com/open-mpi/ompi/issues/9845), and a wait in a blocking collective operation cannot have a deadline.
 
 MPI's reductions guarantee neither an order nor the same bits on all ranks, and do not support some of our dtypes and
@@ -15,7 +15,7 @@ operations. So MPI only moves data, and our compiled reducers combine it in rank
 rank sends its array to all ranks, and every rank reduces all of them. Larger arrays are cut into a slice for each rank.
 Each rank receives its slice of every rank's array, reduces these slices and sends the result to all ranks (the direct
 algorithm of Rabenseifner 2004 for large arrays). So each rank sends and receives 2 (n - 1) / n times the bytes of the
-array, as in a ring. Arrays of more than SEGMENT bytes are divided into segments, which are reduced one after the other.
+array, the same as in a ring. Arrays of more than SEGMENT bytes are divided into segments, which are reduced one by one.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Execution:
             if last:
                 self.memory.fold(call.how, call.takes[0][0], attached[:last], call.gives[0][1])
         elif call.kind != "broadcast":
-            # In a gather, only the root has targets: elsewhere, `takes` is empty.
+            # In a gather, only the root has targets; on the other ranks, `takes` is empty.
             for source, target in zip(attached, call.takes, strict=False):
                 self.memory.copy((source, target[1]), target)
         elif self.rank != call.root:
@@ -198,7 +198,7 @@ class Execution:
     def broadcast(self, call: Addressed, near: bool) -> None:
         """Send the root's block to all ranks.
 
-        On GPUs, the block moves along a binomial tree: a rank receives it completely before it sends it on.
+        On GPUs, the block moves along a binomial tree. Each rank receives it completely before it sends it on.
         """
         block, root = call.takes[0], call.root
         if not self.memory.on_gpu:

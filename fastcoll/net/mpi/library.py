@@ -102,7 +102,7 @@ def load() -> MpiLibrary:
     test, start = (ctypes.cast(f, ctypes.c_void_p).value for f in (functions.MPI_Test, functions.MPI_Start))
     assert test is not None
     assert start is not None
-    # Reentrant: a signal handler may abort a group while this thread holds the lock.
+    # The lock is reentrant, because a signal handler may abort a group while this thread holds it.
     lock = threading.RLock() if serial else nullcontext()
     return MpiLibrary(MPI, test, start, lock, serial, is_cuda_aware(functions))
 

@@ -3,10 +3,10 @@
 This file also has the rendezvous of an MPI job in which no address of a store is set: rank 0 serves a store, and sends
 its address to the other ranks over MPI. And it has the notices by which a rank announces that it leaves or fails.
 
-A communicator must not be freed while a message in it has yet to arrive: MPI would reuse its number for a new
-communicator, and deliver the message there. So a rank that leaves a group only *retires* the group's communicator.
-Whenever the rank makes or retires a communicator, it looks through the retired ones, and frees each of which every
-member has announced that it left. The communicator of a failed group is kept until MPI is finalized.
+A communicator must not be freed while a message in it has yet to arrive, because MPI would reuse its number for a new
+communicator, and deliver the message there. So a rank that leaves a group only *retires* the group's communicator. It
+frees the communicator when every member has announced that it has left; it checks this for all retired communicators
+whenever it makes or retires one. The communicator of a failed group is kept until MPI is finalized.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _serve_store(library: MpiLibrary, timeout: float) -> Rendezvous:
 def _receive_store_address(library: MpiLibrary, timeout: float) -> tuple[str, int]:
     """Receive the address of rank 0's store.
 
-    If several addresses have arrived, the last one is valid: rank 0 sent the others in earlier attempts that failed.
+    If several addresses have arrived, the last one is valid, because rank 0 sent the others in attempts that failed.
     """
     world = library.MPI.COMM_WORLD
     data = np.zeros(_STORE_BYTES, np.uint8)
@@ -251,10 +251,10 @@ class MpiControl(Control):
         return not self._sent and over >= self.peers
 
     def close(self) -> None:
-        """Do nothing: the communicator is freed when all members have left."""
+        """Do nothing, because the communicator is freed when all members have left."""
 
     def close_inherited(self) -> None:
-        """Do nothing: a forked child cannot use MPI."""
+        """Do nothing, because a forked child cannot use MPI."""
 
     def _read(self) -> None:
         MPI = self._library.MPI

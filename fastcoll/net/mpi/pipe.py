@@ -109,7 +109,7 @@ class MpiPipe(Pipe):
         self._requests.silence()
 
     def set_behind(self, behind: bool) -> None:
-        """Do nothing: only short cuts need this, and this pipe has none."""
+        """Do nothing, because only short cuts need this, and this pipe has none."""
 
     # ---- peers -----------------------------------------------------------------------------------
 

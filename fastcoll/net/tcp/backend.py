@@ -343,7 +343,7 @@ class TcpBackend(Backend):
     def close(self, reason: GroupError | None) -> None:
         self.messages.close(reason)
         # Wait for the current call, which has been aborted and ends soon. But if this is a signal handler that has
-        # interrupted the call, do not wait: the call ends after the handler, and then releases the connections itself.
+        # interrupted the call, do not wait, because the call ends after the handler. It then releases the connections.
         inside = self.gate.is_inside()
         turn = not inside and self.gate.lock.acquire(timeout=_CLOSE_SECONDS)
         if turn and reason is None and not self.context.in_progress:

@@ -43,7 +43,7 @@ from .meet import (
 )
 from .plans import plan as t
 
-IO_BYTES = 256 << 10  # maximum that one call of send or recv moves: half of a core's second-level cache
+IO_BYTES = 256 << 10  # one call of send or recv moves no more bytes than this, half of a core's L2 cache
 # Rows of at least DIVIDED bytes are divided among the streams. It is less than a segment's 256 KiB (plans/shape.py), so
 # that segments are divided.
 DIVIDED = 128 << 10

@@ -20,11 +20,11 @@ There is one connection for both directions because a packet with data then also
 other direction. When 72 bytes travel to another process and back, each way takes 3.7 us with one connection, and 5.5 us
 with one connection for each direction; for 32 KiB it takes 4.8 and 7.4 us (Intel Xeon, Sapphire Rapids, Linux 6.18).
 
-Why neither side waits for ever. A rank that waits for an ack reads all frames that arrive. It stores the messages that
-no receive matches, of at most WINDOW bytes in all. An ack cannot be sent in the middle of another frame: then
-`send_ack` returns False, and is called again later. The peer reads that other frame in any case: a message, because the
-peer waits for the ack and so reads all frames; or a REST, because the peer has an array for it. While an ack waits to
-be sent, this rank reads frames as before.
+Neither side waits for ever. A rank that waits for an ack reads all frames that arrive. It stores up to
+WINDOW bytes of messages that no receive matches. While another frame is being sent, an ack cannot be sent; `send_ack`
+then returns False, and is called again later. The peer reads that other frame in any case. If it is a message, the peer
+reads it because it waits for the ack, and so reads all frames. If it is a REST, the peer has an array for it. While an
+ack waits to be sent, this rank reads frames as before.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MESSAGE, REST = 8, 9
 EAGER = 64 << 10
 WINDOW = 1 << 20
 STAGED = 8 << 10  # payloads up to this size are copied behind their header; others are sent from the array
-IO_BYTES = 256 << 10  # maximum that one system call moves: half of a core's second-level cache
+IO_BYTES = 256 << 10  # one system call moves no more bytes than this, half of a core's L2 cache
 BUFFER = 2 * FRAME + STAGED  # bytes of the buffer for each direction
 VECTOR = VECTOR_BYTES
 
@@ -58,7 +58,7 @@ BELL_FD = BELL + 1  # an eventfd that wakes a thread in poll(2); written before 
 CHANNELS = BELL + 2  # address of the rows (see below), one for each rank
 SIZE = BELL + 3
 RANK = BELL + 4
-NEXT_PEER = BELL + 5  # the rank to serve first, so that none starves
+NEXT_PEER = BELL + 5  # the rank to serve first; it changes, so that no rank starves
 SOURCE = BELL + 6  # in a receive from any rank, the sender plus 1; 0 until the sender is known
 BUSY = BELL + 7  # the thread that drives the connections; 0: none
 SPIN = BELL + 8  # ns that a waiting thread polls before it sleeps
@@ -389,7 +389,7 @@ def take_armed(row):
     Returns whether the message has arrived and its ack is sent.
     """
     if load_word(row, IN_STAGE) == IDLE:
-        # Before the ack is sent: the peer may leave once it has the ack, and a receive from a peer that has left fails
+        # Do this before the ack is sent. Once the peer has the ack, it may leave; a receive from it would then fail
         # if it is still armed.
         store_word(row, ARMED_KIND, -1)
         accept_payload(row, load_word(row, ARMED_TO), load_word(row, IN_NBYTES))

@@ -456,7 +456,7 @@ def acknowledge(mail: Index, peer: Index, number: Index, decision: Index, nbytes
 def advance(mail: Index, handled: Index, wait: Index) -> int:
     """Move all pending messages until one needs a decision of the engine.
 
-    Returns the event, as in p2p/pipe.py.
+    Returns the event (see p2p/pipe.py).
     """
     m = integer(mail)
     if load_word(m, f.RETURNED) > integer(handled):

@@ -50,7 +50,7 @@ def _wait(m, count, attempts):
 
 @inlined
 def idle(m, fd, wishes, gone, attempts):
-    """Wait for one connection in a blocking call, as `_wait` does.
+    """Wait for one connection in a blocking call, like `_wait`.
 
     `wishes` is what to wait for: READABLE, WRITABLE or both. `gone` is not 0 if the connection is lost. Returns False
     if the caller has to return to Python.
@@ -227,7 +227,7 @@ def _return_event(m, peer, event):
 def _serve_ready(m, count, watch_all):
     """Serve the ready connections.
 
-    Returns the first event as `_return_event` does, or MOVED or NOTHING.
+    Returns what `_return_event` returns for the first event, or MOVED or NOTHING.
     """
     result = NOTHING
     for index in range(count):
@@ -247,7 +247,7 @@ def _serve_ready(m, count, watch_all):
 def sweep(m, watch_all, wait):
     """Move all messages until there is an event.
 
-    Returns the event as `_return_event` does, or events.NOTHING.
+    Returns what `_return_event` returns for the event, or events.NOTHING.
     """
     size = load_word(m, f.SIZE)
     attempts = 0

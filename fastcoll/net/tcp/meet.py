@@ -15,34 +15,34 @@ need no header, so they may return early; the ranks that receive data in these c
 a larger operation always synchronises, because a rank on which it raises does not make the operation's later calls.
 
 Each rank records the call word and shape of every call that it makes. It reads skipped headers later, and compares them
-with the record. If they differ, the rank reports the mismatch at the end of a later call: the first one that ends after
-the rank has read all ranks' headers of the call that did not match. The later call itself is carried out, so all ranks
-have always made the same number of calls.
+with the record. If they differ, the rank reports the mismatch at the end of a later call, namely the first call that
+ends after the rank has read all ranks' headers of the call that did not match. The later call itself is carried out, so
+all ranks have always made the same number of calls.
 
 In a group of two, the receiver may return early as well. It still waits for the other rank's header, which carries the
 data; returning early only allows it to delay its own header (see "Piggybacked headers"). If the two headers differ, the
 receiver synchronises.
 
-How far a rank may run ahead. A call ends only when fewer than AHEAD headers of each peer are unread. So the record of a
-call still exists when the call's last header is read, and a mismatch is reported before its record is reused. Each rank
+How far a rank may run ahead is limited. A call ends only when fewer than AHEAD headers of each peer are unread. So the
+record of a call still exists when the call's last header is read, and a mismatch is reported in time. Each rank
 sends each other rank one header in every call, and a header that this rank may skip has no data behind it. So the
 unread bytes of a peer are at most AHEAD headers, and the data of frames that this rank still needs. If the sockets
 cannot buffer that much, the sender blocks until the reader catches up.
 
-Why no rank waits for ever. Consider a rank in the lowest-numbered call in progress. Ranks in later calls have passed
-all their frames of that call to the kernel, except delayed headers (see below), which no rank needs. A rank that waits
+No rank waits for ever. Consider a rank in the lowest-numbered call in progress. Ranks in later calls have passed all
+their frames of that call to the kernel, except delayed headers (see below), which no rank needs. A rank that waits
 keeps sending to all peers. It also reads each peer's frames up to the frame of its own call, even those that it does
 not need, so that the peer can go on sending. So every frame that a waiting rank needs is sent and received. Ranks wait
 only in the engine, which returns to Python regularly, and Python checks the deadline and the peers.
 
 Piggybacked headers. In a group of two, the receiver of an early-return call delays its header, which has no data, and
-sends it together with those of later calls. It does so if another call is likely to follow soon: if bytes of the peer's
-next frame have already arrived, or if each of the last calls began soon after the call before. Delayed headers are sent
+sends it together with those of later calls. It does so if another call is likely to follow soon, that is, if bytes of
+the peer's next frame have already arrived, or if each of the last calls began soon after the one before. They are sent
 when the rank waits (after about 5 us), when PIGGYBACK_BYTES have accumulated, in a synchronising call, and in `settle`.
 So two ranks that broadcast in a row exchange one message a call, not two. After the last broadcast, the delayed headers
 stay unsent until the next call. Only a peer that closes the group waits for them, and only for a limited time. The peer
-can do without them, because they only confirm that the calls matched: a rank that sees a mismatch synchronises, which
-sends its delayed headers.
+can do without them, because they only confirm that the calls matched. (A rank that sees a mismatch synchronises, which
+sends its delayed headers.)
 
 A peer that ends while this rank is ahead. If the peer dies or leaves, its connection breaks, and the next read or write
 fails. If the headers that were read before differ, the mismatch is raised instead. Before a rank closes the group, it
@@ -390,7 +390,7 @@ def exchange(c, d, idle):
                 any_left |= _has_unsent(c, peer)
     if not any_left:
         return DONE
-    # With delayed headers, the sweep counts as one in which nothing moved: after some of these, the headers are sent.
+    # With delayed headers, the sweep counts as one in which nothing moved. After some of these, the headers are sent.
     return PENDING if any_moved and not any_delayed else PENDING - 1
 
 

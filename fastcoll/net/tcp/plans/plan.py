@@ -12,7 +12,7 @@
     OFFSET2    COPY: bytes into BUFFER2; REDUCE: 1 if the received operand is the left one, else 0
 
     kind       meaning
-    SEND       send to PEER; complete when the kernel has taken the bytes: then the buffer may be changed
+    SEND       send to PEER; complete when the kernel has taken the bytes, so that the buffer may be changed
     RECV       receive from PEER
     REDUCE     receive from PEER, and reduce into the buffer as bytes arrive
     FOLD       local: reduce the SOURCE rows that follow, in row order, into the buffer, which may be a source
@@ -67,7 +67,7 @@ class Plan(NamedTuple):
 
 
 class Rows:
-    """Collects the rows of a plan. Rows of 0 bytes are left out, as in peers' plans."""
+    """Collects the rows of a plan. Rows of 0 bytes are left out; the peers leave out the corresponding rows, too."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
