@@ -282,9 +282,8 @@ def take_error() -> BaseException | None:
 class _Again:
     """An object whose truth test raises this thread's error, if it is no Exception.
 
-    Such an error is a KeyboardInterrupt, for example: `except Exception` in compiled code may have suppressed it,
-    although in Python it would not have. An error is raised once: here or by the caller of `take_error`, whichever is
-    first.
+    A KeyboardInterrupt is such an error. `except Exception` in compiled code may have suppressed it, although in Python
+    it would not have. An error is raised once, here or by the caller of `take_error`, whichever is first.
     """
 
     def __bool__(self) -> bool:

@@ -536,7 +536,8 @@ def _message(tensor: Any, writes: bool) -> int:
 def _kind(kind, tag):
     """Return a message's `call` word with this tag.
 
-    An invalid tag becomes ANY_TAG - 1, which is refused: tags above LARGEST_TAG are the library's own.
+    An invalid tag becomes ANY_TAG - 1, which is refused. Tags above LARGEST_TAG are invalid, because they are the
+    library's own.
     """
     return kind | (tag if ANY_TAG <= tag <= LARGEST_TAG else ANY_TAG - 1) << DTYPE_BITS
 

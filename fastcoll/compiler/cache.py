@@ -55,7 +55,7 @@ _OTHER_ROOMS = {
     "tools",
     "torch",
 }
-"""Folders of this package that `_hash_sources` leaves out, because no kernel's code depends on them: modules that
+"""Folders of this package that `_hash_sources` leaves out, because no kernel's code depends on them. So modules that
 define kernels must not import from these folders (tests/test_import.py)."""
 
 
@@ -166,8 +166,8 @@ class KernelCache:
         ours = function.__module__.partition(".")[0] == __name__.partition(".")[0]
         own = b"ours" if ours and _SOURCES else _content(self.source)
         self._stamp = digest(made_for, self._name.encode(), (_SOURCES or "").encode(), own)
-        # Some code is not kept: a closure's values are part of its code but not of the stamp, and without a source file
-        # there is no stamp.
+        # The code of closures, and code without a source file, is not kept. A closure's values are part of its code but
+        # not of the stamp; and without a source file there is no stamp.
         self._kept = function.__closure__ is None and own != b""
 
     def is_cached(self) -> bool:

@@ -16,8 +16,8 @@ NaN, because otherwise the ranks' bits could differ: LLVM may swap an addition's
 another, and x86 returns the first NaN's sign and payload. If the processor converts float16 itself (F16C on x86, every
 64-bit Arm), LLVM uses that; otherwise integer instructions do the same, after F. Giesen,
 https://gist.github.com/rygorous/2156668. bfloat16 always uses integer instructions, because x86's vcvtneps2bf16 flushes
-subnormals. A vector of bfloat16 is widened to its even lanes followed by its odd ones: a shift and a mask are cheaper
-than keeping the order, and rounding restores it.
+subnormals. A vector of bfloat16 is widened to its even lanes followed by its odd lanes, because the shift and the mask
+that do this are cheaper than keeping the order. Rounding to bfloat16 restores the order.
 """
 
 from __future__ import annotations

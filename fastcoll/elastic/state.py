@@ -54,7 +54,7 @@ class State:
         """Keep a copy of the current values, from which training continues if a rank dies.
 
         Arrays are copied into memory that is reused. Under `run` all ranks must call this at the same points of the
-        program. Joiners are admitted here: if the job can have joiners, each commit broadcasts 16 bytes.
+        program. Joiners are admitted here; for this, each commit broadcasts 16 bytes if the job can have joiners.
 
         Raises:
             GroupError: a rank has died; the current values are kept nevertheless.

@@ -9,9 +9,9 @@ segments, so that copies and the CPU backend overlap:
     CPU    segment k, by the group's CPU backend
     up     segment k-1 to the GPU, on another stream
 
-The segments use three buffers in rotation. A buffer is refilled only after its copy up is complete: the stream that
-copies down waits for that copy; if nothing is copied down, the host waits. Before the first segment all ranks compare
-their calls, because a rank with an array of another size would have other segments.
+The segments use three buffers in rotation. A buffer is refilled only after its copy up is complete, because the stream
+that copies down waits for that copy; if nothing is copied down, the host waits. Before the first segment all ranks
+compare their calls, because a rank with an array of another size would have other segments.
 
 The send of a message waits for the array's stream and copies the array to the host. The message is sent from there, and
 the caller may reuse the array when the send is complete. A receive is posted with host memory. The thread that

@@ -3,7 +3,7 @@
 Pinned memory and events are reused, because pinning costs more than a copy of the same size.
 
 Before the host queues a copy, it waits for the array's stream; this wait ends with an error at the group's timeout, or
-when the group fails. So a queued copy waits for no other work: it ends by itself, and its memory can be reused.
+when the group fails. So a queued copy waits for no other work. It ends by itself, and its memory can then be reused.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _MOST = 64
 """While this many Works are outstanding, a new call waits.
 
 The driver's queue holds some 1024 launches. A thread that finds it full blocks inside CUDA, and the watcher may block
-behind it. The number is an estimate: a small call queues about ten launches.
+behind that thread. The value of _MOST is an estimate, because a small call queues about ten launches.
 """
 _IDLE = 5.0
 _GIVE_UP = 5.0

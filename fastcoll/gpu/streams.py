@@ -11,7 +11,7 @@ steps:
     event         is recorded last; the StreamWork ends with it, and makes the arrays' streams wait for it
 
 An error in `work` fails the group, because the peers wait for this rank. An error in `prepare` fails the group if the
-peers do not see the error themselves. A UsageError never fails the group: all ranks must raise the same one. The
+peers do not see the error themselves. A UsageError never fails the group, so all ranks must raise the same one. The
 watcher is a thread (stream_work.py). It fails the group when a peer is dead, when a call takes longer than the group's
 timeout, or when `trouble` returns an error. For this it calls `fail`, which notifies the peers and calls `break_off`.
 """

@@ -238,7 +238,8 @@ class IpcCall(QueuedCall):
 
     def prepare(self, name: str) -> None:
         self._schedule = _SCHEDULES[self._facts.kind](self._facts, self._ipc.slot(self.arrays))
-        # Compile before anything is queued: if a user's function cannot be compiled, all ranks raise an error here.
+        # Compile before anything is queued, so that all ranks raise an error here if a user's function cannot be
+        # compiled.
         if self._reducer is not None:
             sources = {len(item.srcs) for item in self._schedule if isinstance(item, schedules.ReduceStep)}
             with self._ipc.runtime.on(self._ipc.own(self.arrays).device):

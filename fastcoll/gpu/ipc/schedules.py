@@ -239,7 +239,7 @@ def all_gather(rank: int, size: int, sizes: Sequence[int], slot: int) -> Schedul
 
 
 def gather(rank: int, size: int, sizes: Sequence[int], slot: int, root: int) -> Schedule:
-    """Return the schedule: the root copies the slots of all.
+    """Return the schedule in which the root copies the slots of all ranks.
 
     Args:
         sizes: on the root, the bytes of its outputs; on other ranks, only the bytes of the input.

@@ -179,7 +179,7 @@ def library() -> NcclLibrary:
         UnavailableError: there is none, or it is too old.
     """
     failures = []
-    # A library that torch or CuPy has loaded must be reused: a process must not have two copies of NCCL.
+    # A library that torch or CuPy has loaded must be reused, because a process must not have two copies of NCCL.
     for name, mode in ((_SONAME, os.RTLD_NOLOAD), (_in_wheel(), 0), (_SONAME, 0)):
         if name is not None:
             try:

@@ -85,7 +85,7 @@ class Moves:
             with self.comm.group(self.doing):
                 self._send(x, root)
             return
-        self.scope.copy(outs[root], x)  # before the other blocks arrive: they may overwrite x
+        self.scope.copy(outs[root], x)  # before the other blocks arrive, because they may overwrite x
         with self.comm.group(self.doing):
             for peer in self._peers():
                 self._recv(outs[peer], peer)

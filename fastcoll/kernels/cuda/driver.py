@@ -84,7 +84,7 @@ class CudaDriver:
     def wait_value(self, stream: int, address: int, value: int) -> None:
         """Make later work on a stream wait until a word of device memory is at least `value`.
 
-        The wait occupies no multiprocessor. It does not order memory accesses: a later kernel that reads data which
+        The wait occupies no multiprocessor. It does not order memory accesses. So a later kernel that reads data which
         the word announces must first read the word with an acquire.
         """
         assert self._wait is not None

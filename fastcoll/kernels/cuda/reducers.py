@@ -11,8 +11,8 @@ A reduction is a kernel:
 
 `srcs` is a tuple of the n sources' addresses. A *pack* is 16 bytes of elements. After the first `head` elements there
 are `packs` packs; a thread moves a pack of every source at a time through registers. The `head` elements, and those
-after the packs, are processed one by one. `dst` is one of the sources or does not overlap them: a thread reads all
-sources' elements before it writes any.
+after the packs, are processed one by one. A thread reads all sources' elements before it writes any, so `dst` may be
+one of the sources. Otherwise it must not overlap them.
 
 Functions over many lanes and over many sources are built recursively from two functions of half the size. So the
 generated code has no loops over lanes or sources and stays in registers, and the simulator runs the same code.
