@@ -53,7 +53,7 @@ def _ports(text: str) -> range | str:
     first, _, last = text.partition("-")
     ports = range(int(first), int(last or first) + 1)
     if not ports or ports[0] < 1 or ports[-1] > 65535:
-        raise ValueError("must be a port or two, the lower one first, from 1 to 65535")
+        raise ValueError("must be one port, or two with the lower one first, all from 1 to 65535")
     return ports
 
 

@@ -205,8 +205,8 @@ def all_gather(tensor_list: Any, tensor: None = ..., group: Group = ..., async_o
 def all_gather(tensor_list: Any, tensor: Any = None, group: Group = None, async_op: bool = False) -> Any:
     """Gather the arrays of all ranks on every rank: the array of rank r goes to `tensor_list[r]`.
 
-    `all_gather(tensor)` returns a list of new arrays, which may have different shapes: the ranks first exchange the
-    shapes. The new arrays are torch's or JAX's if `tensor` is, else NumPy's. Dtypes and numbers of dimensions must
+    `all_gather(tensor)` returns a list of new arrays, which may have different shapes, because the ranks first exchange
+    the shapes. The new arrays are torch's or JAX's if `tensor` is, else NumPy's. Dtypes and numbers of dimensions must
     agree on all ranks, or all ranks raise MismatchError.
 
     Args:

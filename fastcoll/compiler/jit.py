@@ -204,7 +204,7 @@ def c_function(
         function: a function of a module, without a closure.
         signature: its signature, with Numba's names of types.
         what: its name in log lines.
-        option: as for `KernelCache`.
+        option: see `KernelCache`.
         failing: whether the function contains failpoints.
     """
     variant = f"{signature} with failpoints" if failing and has_failpoints() else signature

@@ -21,7 +21,7 @@ class Sampler:
 
     The samples of a step depend on `seed` and the epoch alone, and the shares of all ranks make up the step. So even if
     the number of ranks changes, each sample is taken once in an epoch, and in the same step. Put the sampler into the
-    `State`: a restart then continues after the last committed step.
+    `State`, so that a restart continues after the last committed step.
 
     Args:
         n: the number of samples.

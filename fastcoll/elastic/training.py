@@ -43,10 +43,10 @@ _log = logging.getLogger("fastcoll")
 T = TypeVar("T")
 Train = Callable[..., T]
 
-_LOOK_SECONDS = 1.0  # between two looks for joiners
+_LOOK_SECONDS = 1.0  # the time between two checks for joiners
 _ASKED_SECONDS = 0.05  # the same, if rank 0 has just asked joiners whether they still run
 _STORE_SECONDS = 2.0  # timeout of requests to the store; short, because all ranks wait for rank 0
-_MOST_AT_ONCE = 1000  # joiners that are admitted together
+_MOST_AT_ONCE = 1000  # how many joiners may be admitted together
 _numbers = itertools.count(1)  # numbers this process's calls of functions that `run` returned
 
 
@@ -97,7 +97,7 @@ def run(
     `train` again. All ranks do the same when joiners are admitted, which happens in `state.commit()`. Either change
     destroys the groups that `new_group` made, and ends pending works, so make groups inside `train`.
 
-    A process with FASTCOLL_NEWCOMER=1 is a joiner: it runs the same program, and calls `train` when the other ranks
+    A process with FASTCOLL_NEWCOMER=1 is a joiner. It runs the same program, and calls `train` when the other ranks
     have admitted it. If the job ends before that, the joiner exits with SystemExit and code 0.
 
     Args:
@@ -229,7 +229,7 @@ class _Run:
         return groups.world.rank == 0 and self._grows and bool(self._address)
 
     def _agree(self) -> None:
-        """Copy the state of the longest-lived rank that has one, which is the first: ranks are in order of age.
+        """Copy the state of the first rank that has one. It is the longest-lived one, as ranks are in order of age.
 
         If joiners are at another point of the program, raise an error on all ranks.
         """

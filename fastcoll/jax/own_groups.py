@@ -49,7 +49,7 @@ def copy_of(group: Group) -> ProcessGroup:
         NotInitializedError: there is no default group, or the group was destroyed.
     """
     job, original = current_job(), entered(group)
-    # Look without the lock: the thread that holds it waits for other ranks, which may wait for this thread's program.
+    # Look without the lock, because its holder waits for other ranks, which may wait for this thread's program.
     if original in _copies:
         return _copies[original]
     with _making:

@@ -6,7 +6,7 @@ orders the calls. Such calls have no effect in JAX's sense, so JAX starts their 
 marked as calls with side effects for XLA, so XLA neither drops nor merges them.
 
 Derivatives follow mpi4jax: the transpose of an all_reduce by SUM is the identity, and the transpose of this identity is
-the all_reduce. This is right if all ranks compute the same loss from the sum: each rank then gets the complete
+the all_reduce. This is right if all ranks compute the same loss from the sum. Then each rank gets the complete
 derivative of the loss with respect to its own input. The transposes of all_to_all and sendrecv send the cotangents
 back. The other linear calls have derivatives in forward mode only.
 """

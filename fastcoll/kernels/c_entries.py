@@ -22,8 +22,8 @@ Compiled callers (Numba's njit functions, and JAX) have addresses and numbers, n
     int64 c_entry(int64 descriptor, int64 op, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
     int64 native_call(int64 handle, int64 data, int64 out, int64 nbytes, int64 call, int64 peer)
 
-A native call returns a status (core/status.py). A native call that has a result, as a receive has the sender's rank,
-returns -1 - result on success. After every status except DONE, Python executes or completes the operation.
+A native call returns a status (core/status.py). A native call that has a result, such as the sender's rank for a
+receive, returns -1 - result on success. After every status except DONE, Python executes or completes the operation.
 
 Threads write descriptors with the GIL, and compiled callers read them without it. Invariant: every value of a word is
 harmless in combination with every earlier or later value of the other words.

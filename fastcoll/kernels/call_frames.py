@@ -79,8 +79,8 @@ def _ask(lines, which, frame):
     """Call a Python function with a frame; return 0, or the address of an XLA error.
 
     A signal handler may raise before the function's first line or after its last one. Then there is no answer, and
-    without an error XLA would use the result array as it is. So TORN makes an XLA error from the exception. If another
-    exception interrupts TORN, TORN is called again.
+    without an error XLA would use the result array, which has no result. So TORN makes an XLA error from the exception.
+    If another exception interrupts TORN, TORN is called again.
     """
     state, room = ensure(), own_words()
     given = new_integer(frame)

@@ -3,8 +3,8 @@
 A wait spins, then yields, then sleeps, and returns to Python when its budget is used up. A back-off table (`backoff`)
 belongs to one group, because it has the numbers of spins and yields for one of two cases: each rank of the group has a
 core, or there are more ranks than cores. A wait that has used up its budget returns False, and the compiled entry that
-waits returns AGAIN: Python checks signals, deadlines and dead peers, and calls the entry again, which resumes where it
-stopped.
+waits returns AGAIN. Then Python checks signals, deadlines and dead peers, and calls the entry again, which resumes
+where it stopped.
 
 `wait_for` waits for one word. Code that polls several words needs a table with one more word (POLLING_WORDS), and calls
 `rest` between two polls:
@@ -165,7 +165,7 @@ def rest(table, polls):
 
 @inlined
 def moved(table):
-    """Record that something moved: the next wait spins again."""
+    """Record that something moved, so that the next wait spins again."""
     store_word(table, IDLE, 0)
 
 

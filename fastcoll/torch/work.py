@@ -88,7 +88,7 @@ class DoneWork(TorchWork):  # type: ignore[misc]
             base.set_result(self._tensors)
             return base
         if self._future is None:
-            # `outcome` does not use `self`: a future that held this Work would keep itself alive.
+            # `outcome` does not use `self`, because a future that held this Work would keep itself alive.
             works, tensors = self._works, self._tensors
 
             def outcome(_: Any) -> list[torch.Tensor]:

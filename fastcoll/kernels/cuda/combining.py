@@ -106,8 +106,8 @@ def _both(a, b):
     return a & b
 
 
-# MIN and MAX choose as `numpy.minimum` and `numpy.maximum` do: of two equal numbers the first, of a number and a NaN
-# the NaN.
+# MIN and MAX choose like `numpy.minimum` and `numpy.maximum`: of two equal numbers they choose the first, and of a
+# number and a NaN the NaN.
 _NUMBERS: dict[int, Callable[..., Any]] = {
     SUM: lambda a, b: a + b,
     PRODUCT: lambda a, b: a * b,

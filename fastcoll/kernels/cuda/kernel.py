@@ -83,11 +83,11 @@ THREADS = 4 if SIMULATED else 256
 """Threads of a block."""
 
 _BLOCKS = 3
-"""Most blocks of a launch in the simulator; few, so that tests run the case that a thread processes several items."""
+"""A launch in the simulator has no more blocks. They are few, so that in tests a thread processes several items."""
 
 _RESIDENT = 2048
-"""Most threads that a multiprocessor holds at once. More blocks would start only after others end, with no items left
-to process."""
+"""How many threads a multiprocessor holds at once. More blocks would start only after others end, with no items left to
+process."""
 
 
 class CompilationError(UnavailableError):
