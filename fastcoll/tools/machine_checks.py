@@ -31,7 +31,7 @@ from fastcoll.shm.reach import descriptors_are_open, read_word
 pid, address, word = map(int, sys.argv[1:])
 print(descriptors_are_open(pid))
 try:
-    print("yes" if read_word(pid, address) == word else "it returns other bytes than this process has at that address")
+    print("yes" if read_word(pid, address) == word else "it reads the memory of another process with the same pid")
 except OSError as error:
     print(error.strerror)
 """
