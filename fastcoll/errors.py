@@ -150,7 +150,7 @@ def shorten(error: BaseException) -> None:
     """Remove this package's frames from the tracebacks of a FastcollError and of its causes.
 
     A cause all of whose frames are in this package is removed, because the text of the error repeats it. The traceback
-    of a FastcollError that is the cause of another error, as in `raise Mine from error`, is shortened as well.
+    of a FastcollError that is the cause of another error (`raise Mine from error`) is shortened as well.
     FASTCOLL_DEBUG=1 keeps all frames.
     """
     if os.environ.get("FASTCOLL_DEBUG") == "1":

@@ -198,7 +198,7 @@ at_fork("processes", _drop_inherited)
 
 
 def _watch(process: ProcessId) -> int | None:
-    """Return the state of a process, as in _watched."""
+    """Return the entry of a process in `_watched`; make it if there is none."""
     key = process.pid, process.start_time
     if key not in _watched:
         _watched[key] = _open(process)
@@ -307,7 +307,7 @@ class Member(ProcessId):
 
     @property
     def node(self) -> tuple[str, int]:
-        """A key that is equal for ranks that can share memory: one boot, one /dev/shm."""
+        """A key that is equal for ranks that can share memory, because they have the same boot and /dev/shm."""
         return self.boot_id, self.shm_device
 
     def same_node(self, other: Member) -> bool:
@@ -317,7 +317,7 @@ class Member(ProcessId):
     def same_network(self, other: Member) -> bool:
         """Return whether both ranks have the same network interfaces, loopback included.
 
-        That is so in one network namespace of one boot.
+        They have the same interfaces if they are in one network namespace of one boot.
         """
         return (self.boot_id, self.network) == (other.boot_id, other.network)
 

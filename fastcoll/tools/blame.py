@@ -65,7 +65,7 @@ class Rank:
 
     @property
     def where(self) -> str:
-        """The rank's name in texts, as in `rank 2 (pid 123)`."""
+        """The rank's name in texts, for example `rank 2 (pid 123)`."""
         return f"rank {self.rank} (pid {self.process.pid})"
 
     @property

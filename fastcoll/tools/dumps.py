@@ -58,7 +58,7 @@ class Dump:
         return next((group for group in reversed(self.record.groups) if group.name == name), None)
 
     def program_line(self, which: int = -1) -> str:
-        """Return where the main thread was in the user's program, as in `step (train.py:12)`; "" if unknown.
+        """Return where the main thread was in the user's program, for example `step (train.py:12)`; "" if unknown.
 
         `which` is the index of the reason whose stacks to take.
         """

@@ -168,7 +168,7 @@ def _numbers(detected: Detected, environ: Mapping[str, str]) -> list[tuple[str, 
 
 
 def _meeting(detected: Detected) -> tuple[str, str, str]:
-    """Return where `init_process_group()` meets the other ranks, as a fact of `Launched`; raise its UsageError."""
+    """Return the fact (of `Launched`) where `init_process_group()` meets the other ranks; raise its UsageError."""
     from ..rendezvous.methods import place_of  # imported here, because it imports sockets
 
     meeting = place_of(detected)

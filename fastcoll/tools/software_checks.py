@@ -137,7 +137,7 @@ def settings(ranks: int) -> Iterator[Finding]:
 
 
 def secret(ranks: int) -> Iterator[Finding]:
-    """Check the source of the job's secret; if there is no secret, make the user's secret, as a job would."""
+    """Check the source of the job's secret; if there is no secret, make the user's secret, like a job."""
     try:
         length = len(job_secret())
     except UsageError as error:

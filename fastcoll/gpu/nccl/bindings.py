@@ -126,7 +126,7 @@ class NcclLibrary:
 
     @property
     def name(self) -> str:
-        """The version, as in 2.20.5."""
+        """The version, for example 2.20.5."""
         return f"{self.version // 10000}.{self.version // 100 % 100}.{self.version % 100}"
 
     def unique_id(self) -> bytes:
