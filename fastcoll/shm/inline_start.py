@@ -333,20 +333,15 @@ class InlineStart:
             if watch.call(self._c, address_of(table), _WATCH_NS, _WATCH_POLLS) == DONE:
                 with suppress(BaseException):  # it is in the Work
                     self.carry_on()
-            elif not self._sleep():
-                break
-
-    def _sleep(self) -> bool:
-        """Sleep until a call is left open; return whether the watcher goes on."""
-        with self._changed:
-            self._awake = False
-            if self._busy[0] != OPEN and not self._gate.closed:
-                self._changed.wait_for(lambda: self._awake or self._gate.closed, _IDLE_SECONDS)
-            if self._busy[0] == OPEN:
-                self._awake = True
-            if not self._awake:
-                self._watcher = None
-            return self._awake
+                continue
+            with self._changed:  # sleep until a call is left open
+                self._awake = False
+                if self._busy[0] != OPEN and not self._gate.closed:
+                    self._changed.wait_for(lambda: self._awake or self._gate.closed, _IDLE_SECONDS)
+                self._awake = self._awake or self._busy[0] == OPEN
+                if not self._awake:
+                    self._watcher = None
+                    return
 
 
 def _bytes_of(x: Any) -> int:
