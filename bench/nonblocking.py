@@ -84,7 +84,7 @@ class Mpi:
 
         self.mpi, self.world = MPI, MPI.COMM_WORLD
         self.rank, self.barrier = self.world.rank, self.world.Barrier
-        self.library = MPI.Get_library_version().splitlines()[0].strip(" \0")
+        self.library = MPI.Get_library_version().partition(", package")[0].splitlines()[0].strip(" \0")
 
     def slowest(self, seconds: float) -> float:
         return float(self.world.allreduce(seconds, self.mpi.MAX))
@@ -155,15 +155,13 @@ def run(label: str, python: str, allow_root: bool) -> tuple[str, dict[str, float
 
 
 def table(found: dict[str, dict[str, float]]) -> list[str]:
-    """Return the lines of the table: fastcoll and the best MPI, for each call and size."""
-    rows = [
-        "| us | " + " | ".join(f"{nbytes} bytes" for nbytes in SIZES) + " |",
-        "|---|" + "---|" * len(SIZES),
-    ]
+    """Return the lines of the table of all calls, libraries and sizes."""
+    sizes = [f"{nbytes} bytes" for nbytes in SIZES]
+    rows = [f"| us a call | library | {' | '.join(sizes)} |", f"|---|---|{'--:|' * len(sizes)}"]
     for name, label in CALLS.items():
         for side, times in found.items():
-            cells = [times[f"{name} {nbytes}"] for nbytes in SIZES]
-            rows.append(f"| {label}: {side} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
+            cells = [f"{times[f'{name} {nbytes}']:.2f}" for nbytes in SIZES]
+            rows.append(f"| {label} | {side} | {' | '.join(cells)} |")
     return rows
 
 
@@ -185,7 +183,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mpi", action="append", default=[], metavar="NAME=PYTHON")
-    parser.add_argument("--rounds", type=int, default=3, help="of each side (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, help="of each side in a run (default %(default)s)")
+    parser.add_argument("--runs", type=int, default=2, help="each with a table (default %(default)s)")
     parser.add_argument("--results", help="a folder for the page")
     parser.add_argument("--side", choices=("fastcoll", "mpi"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -193,37 +192,48 @@ def main() -> None:
         measure(Fastcoll() if options.side == "fastcoll" else Mpi())
         return
     sides = {"fastcoll": sys.executable} | dict(text.split("=", 1) for text in options.mpi)
-    found: dict[str, dict[str, float]] = {}
-    libraries = {}
-    for _ in range(options.rounds):
-        for label, python in sides.items():
-            libraries[label], times = run(label, python, allow_root="open" in label.lower())
-            least = found.setdefault(label, times)
-            for cell, time in times.items():
-                least[cell] = min(least[cell], time)
-    page = [*table(found), "", "Cells in which an MPI is ahead:", "", *(missed(found) or ["- none"])]
+    libraries: dict[str, str] = {}
+    page = []
+    for number in range(options.runs):
+        found: dict[str, dict[str, float]] = {}
+        for _ in range(options.rounds):
+            for label, python in sides.items():
+                libraries[label], times = run(label, python, allow_root="open" in label.lower())
+                least = found.setdefault(label, times)
+                for cell, time in times.items():
+                    least[cell] = min(least[cell], time)
+        ahead = missed(found) or ["- none"]
+        page += [
+            "",
+            f"## Run {number + 1}",
+            "",
+            *table(found),
+            "",
+            "Cells in which an MPI is ahead:",
+            "",
+            *ahead,
+        ]
     print("\n".join(page))
     if options.results:
-        from fastcoll.bench.results import machine
+        save(Path(options.results), libraries, options.rounds, page)
 
-        command = shlex.join(
-            [
-                "python",
-                "bench/nonblocking.py",
-                *(f"--mpi={label}=..." for label in sides if label != "fastcoll"),
-            ]
-        )
-        head = [
-            f"# Nonblocking calls, {date.today():%d %B %Y}".replace(" 0", " "),
-            "",
-            f"`{command} --rounds {options.rounds}`, two ranks, each pinned to a core. {machine()}",
-            f"Sides: {', '.join(libraries.values())}.",
-            "",
-            "Microseconds a call, with Python's time: the least of all rounds of the slower rank's least batch.",
-            "",
-        ]
-        path = Path(options.results) / f"{date.today():%Y-%m-%d}-nonblocking.md"
-        path.write_text("\n".join([*head, *page, ""]))
+
+def save(folder: Path, libraries: dict[str, str], rounds: int, page: list[str]) -> None:
+    """Write the page, with what it was measured on."""
+    from fastcoll.bench.results import describe, machine
+
+    mpis = [f"--mpi={label}=PYTHON" for label in libraries if label != "fastcoll"]
+    command = shlex.join(["python", "bench/nonblocking.py", *mpis, f"--rounds={rounds}"])
+    head = [
+        f"# Nonblocking calls, {date.today():%d %B %Y}",
+        "",
+        f"`{command}`, two ranks, each pinned to a core.",
+        "Times are microseconds a call, with Python's time: the least of all rounds of the slower rank's least batch.",
+        "",
+        f"- Machine: {describe(machine(len(os.sched_getaffinity(0))))}",
+        *(f"- {library}" for library in libraries.values()),
+    ]
+    (folder / f"{date.today():%Y-%m-%d}-nonblocking.md").write_text("\n".join([*head, *page, ""]))
 
 
 if __name__ == "__main__":

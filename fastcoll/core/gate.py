@@ -83,7 +83,7 @@ class Gate:
         """Whether this thread may wait for operations under way, because they progress without this thread."""
         return not (self.closed or self.is_inside() or is_progressing())
 
-    def in_turn(self, call: Callable[..., Any], *args: Any) -> Any:
+    def run_exclusively(self, call: Callable[..., Any], *args: Any) -> Any:
         """Run a call on this thread as soon as no other call runs, and return its result."""
         thread = threading.get_ident()
         self._inside.add(thread)
@@ -94,7 +94,7 @@ class Gate:
             self._inside.discard(thread)
 
     def is_clear(self) -> bool:
-        """Whether `in_turn` may run a call of this thread now: no call is queued, and the thread is not inside one."""
+        """Whether a call of this thread may run now: no call is queued, and the thread is not inside one."""
         return not self.queue.pending and threading.get_ident() not in self._inside
 
     def submit(self, name: str, job: Callable[[], Any], observed: bool = False) -> Work:

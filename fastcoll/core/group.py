@@ -193,7 +193,7 @@ class ProcessGroup:
             return None
 
         def job() -> Any:
-            gate.in_turn(call)
+            gate.run_exclusively(call)
             return finish_all(owners)
 
         if async_op:

@@ -53,4 +53,4 @@ def refuse(gate: Gate, planned: Callable[[Operation], Call], name: str, error: E
             gate.refusal = ""
 
     with suppress(RuntimeError):  # the group was closed meanwhile, or no thread can be started
-        gate.submit(f"the refused {name}", partial(gate.in_turn, call), observed=True)
+        gate.submit(f"the refused {name}", partial(gate.run_exclusively, call), observed=True)

@@ -84,7 +84,7 @@ class Tree(ImportedArray):
             batches.setdefault(index if index in self._apart else str(kind(leaf.array)), []).append(leaf)
         return list(batches.values())
 
-    def in_turn(self, calls: Sequence[Call]) -> Call:
+    def run_exclusively(self, calls: Sequence[Call]) -> Call:
         """Return a call that runs `calls` in order.
 
         The signature of every call includes `parts`, so the first call finds a mismatch of the trees.
@@ -213,7 +213,7 @@ def _run(
     async_op: bool,
 ) -> Any:
     if not tree.on_gpu:
-        return group.run(name, tree.in_turn(calls), (tree,), async_op)
+        return group.run(name, tree.run_exclusively(calls), (tree,), async_op)
     # A stream of the GPU runs the calls in order, so the last call's Work is complete when all calls are.
     for call, leaves in zip(calls[:-1], batches, strict=False):
         group.run(name, call, leaves, False)

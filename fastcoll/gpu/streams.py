@@ -210,7 +210,7 @@ class QueuedCall(StreamCall):
 
     def start(self, name: str, owners: Sequence[ImportedArray]) -> StreamWork:
         carrier, arrays = self.carrier, self.arrays
-        with carrier.in_turn(name):
+        with carrier.run_exclusively(name):
             self.prepare(name)
             own = carrier.own(arrays)
             handle = self.handle(carrier.describe(name, arrays), own)
@@ -279,7 +279,7 @@ class StreamCarrier(DeviceCarrier):
     def own(self, arrays: Sequence[DeviceArray]) -> OwnStream:
         """Return the carrier's stream; the first arrays determine its GPU."""
         device = self._device_of(arrays)
-        with self._own_stream_lock:  # because messages call this without `in_turn`
+        with self._own_stream_lock:  # because messages call this without `run_exclusively`
             if self.own_stream is None:
                 self.own_stream = OwnStream(self.runtime, device)
             return self.own_stream
@@ -291,7 +291,7 @@ class StreamCarrier(DeviceCarrier):
         return f"{name}({_name(x.dtype)}, {x.size} elements) on GPU {self._device_of(arrays)}, call {self._count}"
 
     @contextmanager
-    def in_turn(self, name: str) -> Iterator[None]:
+    def run_exclusively(self, name: str) -> Iterator[None]:
         """Let one thread at a time queue a call; raise UsageError in a signal handler that interrupts it."""
         self.watcher.await_room()
         self.group.gate.check_usable()  # the group may have failed during the wait

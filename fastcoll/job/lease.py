@@ -68,7 +68,7 @@ class StoreLease:
                 self._await_others(min(grace, _INTERRUPTED_SECONDS) if self._interrupted else grace, gone)
             self.store.set_timeout(min(before.total_seconds(), _PUBLISH_SECONDS))
             with suppress(StoreError):  # the store is gone or out of reach
-                self.store.set(f"farewell/{self.rank}", exit_reason)
+                self.store.set(f"exit_reason/{self.rank}", exit_reason)
             self._count(_LEFT)
         finally:
             self.store.set_timeout(before)
@@ -102,7 +102,7 @@ class StoreLease:
 
         A rank that has left makes no more groups, so it is useless to wait for it.
         """
-        reasons = self.store.peek([f"farewell/{rank}" for rank in ranks], 0)
+        reasons = self.store.peek([f"exit_reason/{rank}" for rank in ranks], 0)
         if gone := [(rank, reason.decode()) for rank, reason in zip(ranks, reasons, strict=True) if reason]:
             text = ", ".join(f"{self.members[rank]} {reason}" for rank, reason in gone)
             raise AbortedError(f"{doing}: {text}", [rank for rank, _ in gone])

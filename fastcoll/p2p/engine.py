@@ -77,7 +77,7 @@ class Engine:
     def timeout(self, seconds: float) -> None:
         self.progress.timeout = seconds
 
-    # ---- the four operations ----------------------------------------------------------------------
+    # ---- the operations ---------------------------------------------------------------------------
 
     def send(self, x: ImportedArray, dst: int, tag: int) -> None:
         """Send, and block until a receive has taken the message; return at once if `dst` is this rank.
@@ -141,7 +141,7 @@ class Engine:
         return self._post(Receive(self.progress, x.array, src, tag).into(x, status))
 
     def probe(self, src: int | None, tag: int) -> Status:
-        """Wait for a message from `src`, or any rank, that no receive has taken. The message stays for a receive.
+        """Wait until there is a message from `src`, or from any rank, that no receive has taken; a receive can take it.
 
         Raises:
             GroupError: a peer died, left or did not send in time.
@@ -342,7 +342,7 @@ class Engine:
     def is_entered(self) -> bool:
         """Whether messages cannot progress while the calling thread waits for them.
 
-        The calling thread is the progress thread, or runs a signal handler that has interrupted a call.
+        This is so if the calling thread is the progress thread, or runs a signal handler that has interrupted a call.
         """
         return self.progress.thread.is_current() or self.has_lock()
 

@@ -101,7 +101,7 @@ class ShmContext:
         spins, yields = backoff(layout.size, cores)
         words[at.BACKOFF + waiting.SPINS], words[at.BACKOFF + waiting.YIELDS] = spins, yields
         words[at.BACKOFF + waiting.BUDGET] = BUDGET
-        words[at.PATIENCE : at.PATIENCE + at.PATIENCE_WORDS] = spins, yields, BUDGET
+        words[at.FULL_WAIT : at.FULL_WAIT + at.WAIT_WORDS] = spins, yields, BUDGET
         self.wait_briefly(spins, waiting.NEVER)
         words[at.ARENA] = address_of(_NO_ARENA)
         self._alive: list[Any] = []
@@ -146,7 +146,7 @@ class ShmContext:
 
         By default such a run does not yield or sleep.
         """
-        self.words[at.BRIEF_PATIENCE : at.BRIEF_PATIENCE + at.PATIENCE_WORDS] = spins, yields, budget
+        self.words[at.BRIEF_WAIT : at.BRIEF_WAIT + at.WAIT_WORDS] = spins, yields, budget
 
     def is_mine(self) -> bool:
         """Whether a call of this thread owns the context."""

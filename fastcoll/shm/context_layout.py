@@ -44,7 +44,7 @@ RING = 36  # address of the ring of the group's record (kernels/recording.py); 0
 COMBINED = 37  # address of the combined lines; 0: all ranks read all lines
 # How long a call waits before its entry returns, as SPINS, YIELDS and BUDGET of kernels/waiting.py; then the same for
 # a run of the entry with the tag BRIEF (rounds.py).
-PATIENCE, BRIEF_PATIENCE, PATIENCE_WORDS = 38, 41, 3
+FULL_WAIT, BRIEF_WAIT, WAIT_WORDS = 38, 41, 3
 BACKOFF = 44  # the table of kernels/waiting.py
 # Behind them: the table of autotune.py, the memo of call specs (validate.py), nine tables with one word for each rank.
 CHOOSING = BACKOFF + BACKOFF_WORDS

@@ -88,7 +88,7 @@ _CLOSELY = 256  # polls with the GIL, some microseconds
 _GAP = 64  # pauses, about 2 us
 _SOON = (
     1 << 15
-)  # ticks between a send's `post` and its `wait`, some 10 us; after more, its time does not count
+)  # ticks, some 10 us: the time of a send does not count if its `wait` begins later after its `post`
 _MANY = 16  # requests posted or waited for between two looks of `attend`; the next look is after 1 ms
 _LONG_NAPS = 20  # the value of IDLE from which a nap takes 1 ms
 _LOOKS = 10  # naps of 0.1 ms in one `attend`

@@ -68,7 +68,7 @@ from . import context_layout as at
 RESUMED = 1  # the entry returned early before, and the call owns the context
 PREPARED = 2  # Python has validated the arrays, and GIVEN has the address of the call's spec
 HELD = 4  # this thread still owns the context, from the previous call; this call must go through the slots
-BRIEF = 8  # the entry may wait only as long as the context's BRIEF_PATIENCE allows
+BRIEF = 8  # the entry may wait only as long as the context's BRIEF_WAIT allows
 TAGS = 15
 
 # The group's record (kernels/recording.py) has the times of one call in TIMED_EVERY, of every call of at least
@@ -132,8 +132,8 @@ def part_of_slot(c, rank, step, nbytes):
     while nbytes >= SMALLEST_PART and part >= 2 * nbytes:
         part //= 2
         parts *= 2
-    turn = (load_word(c, at.ROUND) + step) // layout.SLOTS % parts
-    return slot_of(c, rank, step) + turn * part
+    lap = (load_word(c, at.ROUND) + step) // layout.SLOTS % parts
+    return slot_of(c, rank, step) + lap * part
 
 
 @inlined
@@ -171,10 +171,10 @@ def take(handle):
             return 0
         if not swap_if_equal(c + 8 * at.BUSY, 0, this_thread()):
             return 0
-    patience = c + 8 * (at.BRIEF_PATIENCE if handle & BRIEF else at.PATIENCE)
-    store_word(c, at.BACKOFF + SPINS, load_word(patience, 0))
-    store_word(c, at.BACKOFF + YIELDS, load_word(patience, 1))
-    store_word(c, at.BACKOFF + BUDGET, load_word(patience, 2))
+    limits = c + 8 * (at.BRIEF_WAIT if handle & BRIEF else at.FULL_WAIT)
+    store_word(c, at.BACKOFF + SPINS, load_word(limits, 0))
+    store_word(c, at.BACKOFF + YIELDS, load_word(limits, 1))
+    store_word(c, at.BACKOFF + BUDGET, load_word(limits, 2))
     return c
 
 

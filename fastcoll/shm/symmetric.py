@@ -250,9 +250,9 @@ class SymmetricArrays:
                             self.fail(failure)
                             raise failure from None
                         error = f"{label}: {refused}"
-                for peer, said in zip(ranks, exchange(error), strict=True):
-                    if said:
-                        raise errors.ResourceError(f"rank {peer} cannot make a symmetric array of {said}")
+                for peer, failure in zip(ranks, exchange(error), strict=True):
+                    if failure:
+                        raise errors.ResourceError(f"rank {peer} cannot make a symmetric array of {failure}")
         except BaseException as error:
             if not isinstance(error, errors.FastcollError):
                 me = f"rank {ranks[rank]}"
@@ -271,11 +271,11 @@ class SymmetricArrays:
         notes = exchange(f"{name}\n{label}")
         labels = [note.partition("\n")[2] for note in notes]
         if len(set(labels)) > 1:
-            said = "; ".join(
+            asked = "; ".join(
                 f"rank {rank}: {text}" for rank, text in zip(self.gate.ranks, labels, strict=True)
             )
             raise errors.MismatchError(
-                f"the ranks ask for different symmetric arrays: {said}; give the same shape and dtype on all ranks"
+                f"the ranks ask for different symmetric arrays: {asked}; give the same shape and dtype on all ranks"
             )
         return notes[0].partition("\n")[0]
 
@@ -351,5 +351,5 @@ class _Incoming:
         self.taken = 0
         self.backoff = context.words[at.BACKOFF : at.CHOOSING].copy()
         self.backoff[waiting.IDLE], self.backoff[waiting.BUDGET] = 0, BUDGET
-        self.backoff[[waiting.SPINS, waiting.YIELDS]] = context.words[at.PATIENCE : at.PATIENCE + 2]
+        self.backoff[[waiting.SPINS, waiting.YIELDS]] = context.words[at.FULL_WAIT : at.FULL_WAIT + 2]
         self.address = address_of(self.backoff)

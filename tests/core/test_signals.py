@@ -193,7 +193,7 @@ def test_any_exception_of_a_handler_is_raised(rank, world_size, tmp_path):
         group.barrier()
         return
     # So that the handler runs when the call is complete.
-    group.backend.context.words[words.PATIENCE + 2] = 50 * 10**9
+    group.backend.context.words[words.FULL_WAIT + 2] = 50 * 10**9
     before = signal.signal(signal.SIGALRM, careless)
     thread = threading.Thread(target=send_when_it_waits)
     thread.start()

@@ -335,7 +335,7 @@ def test_another_threads_assignment_takes_effect_before_or_after_the_call(rank, 
     call(x.view("i1"))
     thread, interval, seen = threading.Thread(target=change), sys.getswitchinterval(), set()
     context = dist.group.WORLD.backend.context
-    context.words[at.PATIENCE + 2] = 10**10  # ns; a call that returns to Python checks the array again
+    context.words[at.FULL_WAIT + 2] = 10**10  # ns; a call that returns to Python checks the array again
     sys.setswitchinterval(1e-6)
     if rank == 0:
         thread.start()
@@ -350,7 +350,7 @@ def test_another_threads_assignment_takes_effect_before_or_after_the_call(rank, 
     finally:
         stop.set()
         sys.setswitchinterval(interval)
-        context.words[at.PATIENCE + 2] = BUDGET
+        context.words[at.FULL_WAIT + 2] = BUDGET
     if rank == 0:
         thread.join()
     assert seen <= {f"(float64, {n} elements", f"(int8, {8 * n} elements"}

@@ -170,7 +170,7 @@ class NcclCarrier(StreamCarrier):
     def split(self, group: ProcessGroup | None) -> NcclCarrier | None:
         assert self._comm is not None
         assert self.own_stream is not None
-        with self.in_turn("new_group"), self.failing("new_group"):
+        with self.run_exclusively("new_group"), self.failing("new_group"):
             self.watcher.drain()  # NCCL may deadlock if work is outstanding
             with self.runtime.on(self.own_stream.device):
                 comm = self._comm.split(None if group is None else group.rank)

@@ -261,7 +261,7 @@ class MpiBackend(Backend):
         prepared = self._prepared.get(key)
         if prepared is None or not prepared.finishes or self._library.serial or not self.gate.is_clear():
             return False
-        self.gate.in_turn(self._carry_out, prepared, arrays[0], arrays[-1])
+        self.gate.run_exclusively(self._carry_out, prepared, arrays[0], arrays[-1])
         return True
 
     def _carry_out(self, prepared: Prepared, out: Any, x: Any) -> None:

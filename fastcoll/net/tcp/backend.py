@@ -332,7 +332,7 @@ class TcpBackend(Backend):
         prepared = self._prepared.get(key)
         if prepared is None or not self.gate.is_clear():
             return False
-        code = self.gate.in_turn(self._carry_out, prepared, arrays, None, words.MAY_RETURN_EARLY)
+        code = self.gate.run_exclusively(self._carry_out, prepared, arrays, None, words.MAY_RETURN_EARLY)
         return bool(code != LATER)
 
     def recovery_endpoint(self) -> RecoveryEndpoint:
