@@ -250,9 +250,9 @@ class SymmetricArrays:
                             self.fail(failure)
                             raise failure from None
                         error = f"{label}: {refused}"
-                for peer, failure in zip(ranks, exchange(error), strict=True):
-                    if failure:
-                        raise errors.ResourceError(f"rank {peer} cannot make a symmetric array of {failure}")
+                for peer, refusal in zip(ranks, exchange(error), strict=True):
+                    if refusal:
+                        raise errors.ResourceError(f"rank {peer} cannot make a symmetric array of {refusal}")
         except BaseException as error:
             if not isinstance(error, errors.FastcollError):
                 me = f"rank {ranks[rank]}"
