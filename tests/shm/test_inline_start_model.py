@@ -39,7 +39,7 @@ from fastcoll.shm.inline_start import OPEN
 from fastcoll.shm.rounds import PREPARED, RESUMED
 
 AFTER = ("CALL", "JUMP_BACKWARD", "RESUME")  # Python may switch threads, and run signal handlers, after these
-LIMIT = 10
+LIMIT = 60
 
 
 class Deadlock(AssertionError):
