@@ -185,9 +185,13 @@ def test_ctrl_c_in_a_wait_leaves_the_call_under_way(rank, world_size):
         return
     work = dist.all_reduce(x, async_op=True)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    with pytest.raises(KeyboardInterrupt):
+
+    def wait_until_interrupted():
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         work.wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        wait_until_interrupted()
     signal.signal(signal.SIGALRM, before)
     assert not work.ended
     dist.send(np.zeros(1), 1)
