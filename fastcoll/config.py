@@ -122,7 +122,7 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_ELASTIC": Setting(
         str, "", "HOST:PORT of the launcher's store, which outlives the ranks; the launcher sets it"
     ),
-    "FASTCOLL_NEWCOMER": Setting(
+    "FASTCOLL_JOINER": Setting(
         _switch, 0, "1: this process replaces a rank that has failed; the launcher sets it"
     ),
     "FASTCOLL_PLACE": Setting(

@@ -97,7 +97,7 @@ def run(
     `train` again. All ranks do the same when joiners are admitted, which happens in `state.commit()`. Either change
     destroys the groups that `new_group` made, and ends pending works, so make groups inside `train`.
 
-    A process with FASTCOLL_NEWCOMER=1 is a joiner. It runs the same program, and calls `train` when the other ranks
+    A process with FASTCOLL_JOINER=1 is a joiner. It runs the same program, and calls `train` when the other ranks
     have admitted it. If the job ends before that, the joiner exits with SystemExit and code 0.
 
     Args:
@@ -203,7 +203,7 @@ class _Run:
                 found.close()
 
     def _join(self) -> None:
-        if not config.get("FASTCOLL_NEWCOMER"):
+        if not config.get("FASTCOLL_JOINER"):
             init_process_group()
             return
         try:

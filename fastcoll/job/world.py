@@ -155,7 +155,7 @@ def init_process_group(
         >>> dist.init_process_group()
     """
     by_environment = store is None and init_method in (None, "env://")
-    if config.get("FASTCOLL_NEWCOMER") and by_environment:
+    if config.get("FASTCOLL_JOINER") and by_environment:
         check_unused(pg_options, device_id)
         join_running_job(config.get("FASTCOLL_ELASTIC"), backend, timeout)
         return

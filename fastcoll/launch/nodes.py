@@ -10,7 +10,7 @@
 | FASTCOLL_SECRET | the job's secret; if none is given for a job of one node, the launcher makes one |
 | OMP_NUM_THREADS, NUMBA_NUM_THREADS | 1 if several ranks share the node, unless set already |
 | FASTCOLL_ELASTIC | HOST:PORT of a store that outlives the ranks; set if the job may go on without failed ranks |
-| FASTCOLL_NEWCOMER | 1 for a process that replaces a failed rank; the process has no RANK and no WORLD_SIZE |
+| FASTCOLL_JOINER | 1 for a process that replaces a failed rank; the process has no RANK and no WORLD_SIZE |
 | FASTCOLL_PLACE | with FASTCOLL_ELASTIC: the process's name, and its rank if the ranks have not all met before |
 """
 
@@ -39,7 +39,7 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Ranks do not inherit these variables, because the launcher's values would be wrong for the ranks.
 _OF_LAUNCHERS = (
     "FASTCOLL_ELASTIC",
-    "FASTCOLL_NEWCOMER",
+    "FASTCOLL_JOINER",
     "FASTCOLL_PLACE",
 )
 _THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -136,7 +136,7 @@ class NodeShare:
             made["ROLE_WORLD_SIZE"] = str(self.ranks.role_size)
             made["GROUP_WORLD_SIZE"] = str(self.nodes)
         if joiner:
-            made["FASTCOLL_NEWCOMER"] = "1"
+            made["FASTCOLL_JOINER"] = "1"
             for name in ("RANK", "WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"):
                 made.pop(name, None)
         return made

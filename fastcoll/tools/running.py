@@ -145,7 +145,7 @@ class RunningJob:
             "world_size": first.record.world_size,
             "command": first.process.command,
             "started": first.record.started,
-            "verdicts": [diagnosis._asdict() for diagnosis in self.diagnoses(now)],
+            "diagnoses": [diagnosis._asdict() for diagnosis in self.diagnoses(now)],
             "ranks": [_rank_as_dict(self.ranks[rank], waits) for rank in sorted(self.ranks)],
             "unseen": unseen,
         }

@@ -96,7 +96,7 @@ def _row(dump: Dump) -> list[str]:
 
 def _as_data(dumps: Sequence[Dump]) -> dict[str, Any]:
     return {
-        "told": divergence.summary(dumps),
+        "summary": divergence.summary(dumps),
         "divergences": [
             {
                 "group": each.group,

@@ -83,7 +83,7 @@ def take_part(rank: int, n: int, url: str, address: str, course: Course) -> dict
     by_run = "store" in course.options  # joiners use this timeout too
     os.environ["FASTCOLL_ELASTIC"] = "" if by_run else address
     if rank < 0:
-        os.environ["FASTCOLL_NEWCOMER"] = "1"
+        os.environ["FASTCOLL_JOINER"] = "1"
     config.forget()
     if course.node is not None:
         processes._shm_device = lambda: 1_000_000 + course.node  # type: ignore[assignment, operator]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from hosts.network import Network
-from hosts.nodes import finish, launched, told
+from hosts.nodes import finish, launched, output_of
 
 from elastic.members import expected
 
@@ -73,12 +73,12 @@ def test_ranks_are_killed_and_replaced_on_four_hosts(
     network = join_hosts(4, own_pids=True)
     with launched(network, 2, [str(tmp_path / "program.py")], env, options) as nodes:
         finish(nodes, 240)
-        assert [node.code for node in nodes] == [0] * 4, told(nodes)
+        assert [node.code for node in nodes] == [0] * 4, output_of(nodes)
         ends = [line for node in nodes for line in re.findall(r"learnt (.*)", node.out)]
-        assert len(ends) == 8, told(nodes)
-        assert len(set(ends)) == 1, told(nodes)
+        assert len(ends) == 8, output_of(nodes)
+        assert len(set(ends)) == 1, output_of(nodes)
         steps, w, size = map(int, ends[0].split())
-        assert (w, size) == (expected(steps), 8), told(nodes)
+        assert (w, size) == (expected(steps), 8), output_of(nodes)
         changes = re.findall(r"\[3\] (\d to \d)", nodes[1].out)
-        assert changes[0] == "8 to 7", told(nodes)
-        assert changes[-1].endswith(" to 8"), told(nodes)
+        assert changes[0] == "8 to 7", output_of(nodes)
+        assert changes[-1].endswith(" to 8"), output_of(nodes)

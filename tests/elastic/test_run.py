@@ -289,7 +289,7 @@ def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
             elastic.run(**wrong)  # type: ignore[call-overload]
     with pytest.raises(UsageError, match=r"state is a dict; give a fastcoll\.elastic\.State"):
         elastic.run(lambda state: None)({})
-    monkeypatch.setenv("FASTCOLL_NEWCOMER", "1")
+    monkeypatch.setenv("FASTCOLL_JOINER", "1")
     config.forget()
     try:
         for call in (dist.init_process_group, lambda: elastic.run(lambda state: None)(elastic.State())):

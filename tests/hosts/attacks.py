@@ -144,7 +144,7 @@ def attacks(recorded: list[tuple[list[int], str]]) -> Iterator[tuple[str, Talk]]
 def attack(where: str, name: str, talk: Talk) -> dict[str, Any]:
     """Run one attack; return the bytes that the other side sends until it drops the connection, and the time."""
     host, _, port = where.rpartition(":")
-    since, answer, told = time.monotonic(), b"", False
+    since, answer, has_sent = time.monotonic(), b"", False
     first, then = talk
     with (
         socket.create_connection((host, int(port)), _PATIENCE) as connection,
@@ -155,8 +155,8 @@ def attack(where: str, name: str, talk: Talk) -> dict[str, Any]:
             connection.shutdown(socket.SHUT_WR)
         while data := connection.recv(1 << 16):
             answer += data
-            if then is not None and not told and len(answer) >= OPENING_SIZE:
-                told = True
+            if then is not None and not has_sent and len(answer) >= OPENING_SIZE:
+                has_sent = True
                 connection.sendall(then(answer))
     return {"where": where, "name": name, "answer": answer.hex(), "seconds": time.monotonic() - since}
 

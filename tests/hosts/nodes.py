@@ -130,7 +130,7 @@ def finish(nodes: Sequence[Node], seconds: float = LIMIT) -> None:
     """
     deadline = time.monotonic() + seconds
     late = [node.host.name for node in nodes if not node.wait(deadline)]
-    assert not late, f"still running after {seconds:g} s: {', '.join(late)}\n{told(nodes)}"
+    assert not late, f"still running after {seconds:g} s: {', '.join(late)}\n{output_of(nodes)}"
 
 
 def await_line(node: Node, line: str, nodes: Sequence[Node]) -> None:
@@ -140,7 +140,7 @@ def await_line(node: Node, line: str, nodes: Sequence[Node]) -> None:
         AssertionError: it ended first, or has not in time; what all have written is shown.
     """
     until(lambda: line in node.out or node.code is not None, nodes)
-    assert line in node.out, f"{node.host.name} ended without {line!r}\n{told(nodes)}"
+    assert line in node.out, f"{node.host.name} ended without {line!r}\n{output_of(nodes)}"
 
 
 def until(is_so: Callable[[], object], nodes: Sequence[Node]) -> None:
@@ -151,11 +151,11 @@ def until(is_so: Callable[[], object], nodes: Sequence[Node]) -> None:
     """
     deadline = time.monotonic() + LIMIT
     while not is_so():
-        assert time.monotonic() < deadline, told(nodes)
+        assert time.monotonic() < deadline, output_of(nodes)
         time.sleep(_LOOK_SECONDS)
 
 
-def told(nodes: Sequence[Node]) -> str:
+def output_of(nodes: Sequence[Node]) -> str:
     """Return the output of all nodes, for messages."""
     return "\n".join(f"-- {node.host.name}: {node.code}\n{node.out}{node.err}" for node in nodes)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hosts.network import Network
-from hosts.nodes import SECRET, finish, launched, told
+from hosts.nodes import SECRET, finish, launched, output_of
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "digits.py")
 
@@ -22,9 +22,9 @@ def test_digits_learns_the_same_on_four_hosts(join_hosts: Callable[..., Network]
     network = join_hosts(4, own_pids=True)
     with launched(network, 2, [EXAMPLE, "--save", str(tmp_path / "four.npy")], env=SECRET) as nodes:
         finish(nodes)
-        assert [node.code for node in nodes] == [0] * 4, told(nodes)
+        assert [node.code for node in nodes] == [0] * 4, output_of(nodes)
         accuracy = re.search(r"\[0\] 8 ranks: test accuracy ([\d.]+)%", nodes[0].out)
-        assert accuracy, told(nodes)
+        assert accuracy, output_of(nodes)
         assert float(accuracy[1]) > 95
     alone = [sys.executable, EXAMPLE, "--save", str(tmp_path / "one.npy")]
     subprocess.run(alone, check=True, capture_output=True, timeout=600)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hosts.network import Network
-from hosts.nodes import Node, await_line, finish, ranks_on, told
+from hosts.nodes import Node, await_line, finish, output_of, ranks_on
 
 Join = Callable[..., Network]
 HOSTS, EACH = 4, 2
@@ -54,7 +54,7 @@ def placed(network: Network) -> list[Any]:
 
 def seen(nodes: list[Node], rank: int) -> dict[str, Any]:
     """Return the error of a rank, and its time."""
-    assert nodes[rank].out.endswith("}\n"), told(nodes)
+    assert nodes[rank].out.endswith("}\n"), output_of(nodes)
     found: dict[str, Any] = json.loads(nodes[rank].out.splitlines()[-1])
     return found
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hosts.network import Network
-from hosts.nodes import LIMIT, SECRET, Node, await_line, finish, launched, told, until
+from hosts.nodes import LIMIT, SECRET, Node, await_line, finish, launched, output_of, until
 
 Join = Callable[..., Network]
 Script = Callable[[str], list[str]]
@@ -102,7 +102,7 @@ def test_hosts_with_different_secrets_do_not_meet(join_hosts: Join, script: Scri
     program = [sys.executable, *script(MEET)]
     choose = ["sh", "-c", 'FASTCOLL_SECRET=$(hostname) exec "$@"', "sh"]
     with launched(join_hosts(2), 1, [*choose, *program], options=["--no_python"]) as nodes:
-        assert nodes[1].wait_for_code() == 1, told(nodes)
+        assert nodes[1].wait_for_code() == 1, output_of(nodes)
         assert "FASTCOLL_SECRET" in nodes[1].err
 
 
@@ -126,7 +126,7 @@ def test_hosts_with_different_homes_get_an_error_at_once(
     with launched(
         join_hosts(2), 1, [*choose, *program], options=["--no_python", "--nodes_port", "0"]
     ) as nodes:
-        assert nodes[1].wait_for_code() == 1, told(nodes)
+        assert nodes[1].wait_for_code() == 1, output_of(nodes)
         its = f"{tmp_path}/host1/fastcoll/secret"
         assert (
             f"has another secret, and this process has the user's own, in {its}; give every" in nodes[1].err
@@ -154,11 +154,11 @@ def test_a_rank_that_fails_ends_all_hosts_and_is_named(
     failing = f"import os\nif os.environ['GROUP_RANK'] == '{victim}':\n    raise SystemExit('no data')\n"
     with launched(join_hosts(3, own_pids=True), 1, script(failing + others), env=SECRET) as nodes:
         finish(nodes)
-        assert [node.code for node in nodes] == [1, 1, 1], told(nodes)
+        assert [node.code for node in nodes] == [1, 1, 1], output_of(nodes)
         for node in nodes:
             where = "" if node.host.index == victim else "on another node "
             line = rf"fastcoll.launch: {where}rank {victim} \(pid \d+ on host{victim}\) failed first: exit code 1"
-            assert len(re.findall(line, node.err)) == 1, told(nodes)
+            assert len(re.findall(line, node.err)) == 1, output_of(nodes)
 
 
 def test_ctrl_c_on_one_host_ends_all(join_hosts: Join, script: Script, tmp_path: Path) -> None:
@@ -167,9 +167,9 @@ def test_ctrl_c_on_one_host_ends_all(join_hosts: Join, script: Script, tmp_path:
         await_ranks(nodes, 1)
         (tmp_path / "go").touch()
         finish(nodes)
-        assert [node.code for node in nodes] == [130, 130], told(nodes)
+        assert [node.code for node in nodes] == [130, 130], output_of(nodes)
         said = "fastcoll.launch: on another node the launcher on host host1 was ended: signal SIGINT (2)"
-        assert said in nodes[0].err, told(nodes)
+        assert said in nodes[0].err, output_of(nodes)
 
 
 def test_a_rank_that_is_killed_later_is_named_everywhere(
@@ -180,7 +180,7 @@ def test_a_rank_that_is_killed_later_is_named_everywhere(
         await_ranks(nodes, 2)
         (tmp_path / "go").touch()
         finish(nodes)
-        assert [node.code for node in nodes] == [128 + signal.SIGKILL] * 2, told(nodes)
+        assert [node.code for node in nodes] == [128 + signal.SIGKILL] * 2, output_of(nodes)
         for node in nodes:
             assert re.search(r"rank 3 \(pid \d+ on host1\) failed first: signal SIGKILL", node.err)
 
@@ -215,7 +215,7 @@ def test_a_failure_on_an_unreachable_host_ends_that_host(
         for vanishes, nodes in enumerate(every):
             finish(nodes)
             codes = [int(node.host.index == vanishes) for node in nodes]
-            assert [node.code for node in nodes] == codes, told(nodes)
+            assert [node.code for node in nodes] == codes, output_of(nodes)
 
 
 @pytest.mark.long
@@ -228,7 +228,7 @@ def test_launchers_that_cannot_meet_continue_and_warn(join_hosts: Join, script: 
         first.namespace.run("sh", "-c", "until ss -ltn | grep -q 19500; do :; done")
         with launched(network, 1, script(MEET), env=SECRET) as nodes:
             finish(nodes)
-            assert [node.code for node in nodes] == [0, 0], told(nodes)
+            assert [node.code for node in nodes] == [0, 0], output_of(nodes)
             assert "the nodes' launchers cannot meet" in nodes[0].err
             assert "the port is in use by" in nodes[0].err
     finally:
@@ -255,9 +255,9 @@ def kill_launcher(network: Network, program: Sequence[str], victim: int) -> floa
             while "script.py" in (listed := node.host.namespace.run("sh", "-c", LIST)):
                 assert time.monotonic() - started < LIMIT, listed
         took = time.monotonic() - started
-        assert [node.code for node in others] == [1, 1], told(nodes)
+        assert [node.code for node in others] == [1, 1], output_of(nodes)
         for node in others:
-            assert f"on another node the launcher of node {victim} (" in node.err, told(nodes)
+            assert f"on another node the launcher of node {victim} (" in node.err, output_of(nodes)
             assert "ended unexpectedly" in node.err
         return took
 
@@ -287,4 +287,4 @@ def test_a_launcher_that_is_stopped_for_long_ends_no_rank(
         nodes[0].signal(signal.SIGCONT)
         (tmp_path / "go").touch()
         finish(nodes)
-        assert [node.code for node in nodes] == [0, 0], told(nodes)
+        assert [node.code for node in nodes] == [0, 0], output_of(nodes)

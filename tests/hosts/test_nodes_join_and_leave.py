@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hosts.network import Host, Network
-from hosts.nodes import SECRET, Node, await_line, finish, told
+from hosts.nodes import SECRET, Node, await_line, finish, output_of
 
 Join = Callable[..., Network]
 Begin = Callable[..., Node]
@@ -67,8 +67,8 @@ def test_hosts_join_and_leave(join_hosts: Join, begin: Begin, tmp_path: Path) ->
     await_line(nodes[2], "[2] 2 in 3\n", nodes)
     (tmp_path / "go").touch()
     finish([nodes[0], nodes[2], nodes[3]])
-    assert [node.code for node in (nodes[0], *nodes[2:])] == [0, 0, 0], told(nodes)
-    assert re.search(r"the launcher on host2 \(pid \d+\) ended unexpectedly", nodes[0].err), told(nodes)
+    assert [node.code for node in (nodes[0], *nodes[2:])] == [0, 0, 0], output_of(nodes)
+    assert re.search(r"the launcher on host2 \(pid \d+\) ended unexpectedly", nodes[0].err), output_of(nodes)
 
 
 @pytest.mark.long
@@ -78,7 +78,7 @@ def test_the_loss_of_the_host_that_leads_ends_the_job(join_hosts: Join, begin: B
     await_line(nodes[1], " in 2\n", nodes)
     nodes[0].end()
     finish(nodes[1:])
-    assert nodes[1].code == 1, told(nodes)
+    assert nodes[1].code == 1, output_of(nodes)
     assert "the launcher that leads the job ended unexpectedly" in nodes[1].err
 
 
@@ -92,5 +92,5 @@ def test_a_host_that_is_cut_off_is_left_out(join_hosts: Join, begin: Begin, tmp_
     await_line(nodes[0], " in 2\n", nodes)
     (tmp_path / "go").touch()
     finish(nodes)
-    assert [node.code for node in nodes] == [0, 0, 1], told(nodes)
+    assert [node.code for node in nodes] == [0, 0, 1], output_of(nodes)
     assert "the launcher that leads the job ended unexpectedly, or is unreachable" in nodes[2].err

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from hosts.network import Network
-from hosts.nodes import finish, ranks_on, told
+from hosts.nodes import finish, output_of, ranks_on
 
 PROGRAM = """
 import numpy as np, fastcoll as dist
@@ -77,6 +77,6 @@ def test_ranks_meet(
     one, two = join_hosts(2, own_pids=True)
     with ranks_on([one, one, two, two], ["-c", PROGRAM], variables) as ranks:
         finish(ranks)
-        assert [(each.code, each.out) for each in ranks] == [(0, f"{r} 15.0\n") for r in range(4)], told(
+        assert [(each.code, each.out) for each in ranks] == [(0, f"{r} 15.0\n") for r in range(4)], output_of(
             ranks
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hosts.network import Network
-from hosts.nodes import Node, await_line, finish, ranks_on, told
+from hosts.nodes import Node, await_line, finish, output_of, ranks_on
 
 Join = Callable[..., Network]
 
@@ -121,16 +121,16 @@ else:
 def check_lost(nodes: list[Node]) -> list[float]:
     """Check that the other workers detected the end of the last one, could call one another, and left; return times."""
     *others, _ = nodes
-    assert [node.code for node in others] == [0] * len(others), told(nodes)
+    assert [node.code for node in others] == [0] * len(others), output_of(nodes)
     times = []
     for node in others:
         lost = re.search(r"^lost \((\d),\) ([\d.]+) (.*)$", node.out, re.MULTILINE)
-        assert lost, told(nodes)
+        assert lost, output_of(nodes)
         assert int(lost[1]) == len(others)
         assert f"worker w{len(others)}, rank {len(others)} (pid " in lost[3]
         assert f"on host{len(others)}), died; the call of hold is lost" in lost[3]
-        assert re.search(r"^late .* died", node.out, re.MULTILINE), told(nodes)
-        assert "\nover\n" in node.out, told(nodes)
+        assert re.search(r"^late .* died", node.out, re.MULTILINE), output_of(nodes)
+        assert "\nover\n" in node.out, output_of(nodes)
         times.append(float(lost[2]))
     return times
 
@@ -143,8 +143,8 @@ def until_the_end(network: Network, tmp_path: Path, how: str) -> float:
         if how == "die":
             finish(nodes)
             died = re.search(r"^dies ([\d.]+)$", nodes[3].out, re.MULTILINE)
-            assert died, told(nodes)
-            assert nodes[3].code == -9, told(nodes)
+            assert died, output_of(nodes)
+            assert nodes[3].code == -9, output_of(nodes)
             began = float(died[1])
         else:
             for node, line in zip(nodes, ["here", "here", "here", "last"], strict=True):
@@ -154,7 +154,7 @@ def until_the_end(network: Network, tmp_path: Path, how: str) -> float:
             began = time.monotonic()
             finish(nodes[:3])
         # "called" is followed by the shared memory that a worker has, which cannot be between hosts.
-        assert all("called\n" in node.out for node in nodes), told(nodes)
+        assert all("called\n" in node.out for node in nodes), output_of(nodes)
         return max(check_lost(nodes)) - began
 
 

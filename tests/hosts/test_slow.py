@@ -18,7 +18,7 @@ import pytest
 
 from hosts import slow
 from hosts.network import Network
-from hosts.nodes import Node, finish, ranks_on, told, until
+from hosts.nodes import Node, finish, output_of, ranks_on, until
 from hosts.slow import SlowNetwork
 
 Join = Callable[..., Network]
@@ -56,7 +56,7 @@ def await_calls(nodes: list[Node], count: int) -> None:
     wanted = [len(said(node, "call")) + count for node in nodes]
 
     def have() -> bool:
-        assert all(node.code is None for node in nodes), told(nodes)
+        assert all(node.code is None for node in nodes), output_of(nodes)
         return all(len(said(node, "call")) >= n for node, n in zip(nodes, wanted, strict=True))
 
     until(have, nodes)
@@ -136,18 +136,18 @@ def test_all_results_are_right_over_a_slow_network(
     network = slowly(hosts, **settings)
     with running(network, each, "all") as nodes:
         finish(nodes)
-        assert [node.code for node in nodes] == [0] * len(nodes), told(nodes)
-        assert all(said(node, "left") for node in nodes), told(nodes)
-        assert not any("Error" in node.err or "died" in node.err for node in nodes), told(nodes)
+        assert [node.code for node in nodes] == [0] * len(nodes), output_of(nodes)
+        assert all(said(node, "left") for node in nodes), output_of(nodes)
+        assert not any("Error" in node.err or "died" in node.err for node in nodes), output_of(nodes)
 
 
 def test_survivors_shrink_over_a_slow_network(slowly: Callable[..., SlowNetwork]) -> None:
     with running(slowly(3, least=0.03, most=0.06), 1, "shrink", "0") as nodes:
         finish(nodes)
-        assert [node.code for node in nodes] == [-9, 0, 0], told(nodes)
+        assert [node.code for node in nodes] == [-9, 0, 0], output_of(nodes)
         for node in nodes[1:]:
-            assert [line["died"] for line in said(node, "died")] == [[0]], told(nodes)
-            assert [line["shrunk"] for line in said(node, "shrunk")] == [2], told(nodes)
+            assert [line["died"] for line in said(node, "died")] == [[0]], output_of(nodes)
+            assert [line["shrunk"] for line in said(node, "shrunk")] == [2], output_of(nodes)
 
 
 # Ranks survive an outage of up to 4 s.
@@ -168,8 +168,8 @@ def test_a_link_that_comes_back_in_time_only_delays(
         await_calls(nodes, 3)
         (tmp_path / "over").touch()
         finish(nodes)
-        assert [node.code for node in nodes] == [0, 0, 0], told(nodes)
-        assert all(said(node, "left") and not said(node, "error") for node in nodes), told(nodes)
+        assert [node.code for node in nodes] == [0, 0, 0], output_of(nodes)
+        assert all(said(node, "left") and not said(node, "error") for node in nodes), output_of(nodes)
 
 
 @pytest.mark.long  # the kernel gives a host up after 8 s; tests/hosts/test_faults.py and tests/net/test_hosts.py, too
@@ -183,6 +183,6 @@ def test_a_link_that_stays_down_names_the_unreachable_rank(
         finish(nodes)
         for rank, node in enumerate(nodes):
             (error,) = said(node, "error")
-            assert error["error"] == "PeerDiedError", told(nodes)
-            assert error["ranks"], told(nodes)
-            assert set(error["ranks"]) <= ({2} if rank < 2 else {0, 1}), told(nodes)
+            assert error["error"] == "PeerDiedError", output_of(nodes)
+            assert error["ranks"], output_of(nodes)
+            assert set(error["ranks"]) <= ({2} if rank < 2 else {0, 1}), output_of(nodes)

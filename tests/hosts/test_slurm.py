@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from mpi.environments import python_with
 
-from hosts.nodes import SECRET, Node, await_line, told
+from hosts.nodes import SECRET, Node, await_line, output_of
 from hosts.slurm import Cluster
 
 pytestmark = pytest.mark.long
@@ -94,8 +94,8 @@ def said_in(text: str) -> list[str]:
 )
 def test_ranks_of_srun_meet(start: Start, options: str, env: dict[str, str], placed: str) -> None:
     node = start(SUM, "srun", *options.split(), "python", "train.py", env=env)
-    assert node.wait_for_code() == 0, told([node])
-    assert said_in(node.out) == sums(placed), told([node])
+    assert node.wait_for_code() == 0, output_of([node])
+    assert said_in(node.out) == sums(placed), output_of([node])
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["srun alone", "a launcher on each host"])
@@ -117,15 +117,15 @@ def test_ranks_of_srun_meet_through_mpi(start: Start, tmp_path_factory: pytest.T
     only_tcp = {"UCX_TLS": "tcp,self", "UCX_WARN_UNUSED_ENV_VARS": "n"}
     words = ["srun", "--mpi=pmi2", "-N2", "-n4", "--ntasks-per-node=2", str(python), "train.py", "mpi"]
     node = start(SUM, *words, env=only_tcp)
-    assert node.wait_for_code() == 0, told([node])
-    assert said_in(node.out) == sums("0011"), told([node])
+    assert node.wait_for_code() == 0, output_of([node])
+    assert said_in(node.out) == sums("0011"), output_of([node])
 
 
 def test_a_killed_task_is_named_on_both_hosts(start: Start) -> None:
     node = start(KILLED, "srun", "-N2", "-n4", "--ntasks-per-node=2", "python", "train.py")
-    assert node.wait_for_code() not in (0, None), told([node])
+    assert node.wait_for_code() not in (0, None), output_of([node])
     found = dict(re.findall(r"^(rank \d): .*?(rank 3 \(pid \d+ on host1\)).*$", node.out, re.MULTILINE))
-    assert sorted(found) == ["rank 0", "rank 1", "rank 2"], told([node])
+    assert sorted(found) == ["rank 0", "rank 1", "rank 2"], output_of([node])
 
 
 def test_scancel_ends_the_ranks_and_leaves_nothing(start: Start, slurm: Cluster) -> None:
@@ -133,7 +133,7 @@ def test_scancel_ends_the_ranks_and_leaves_nothing(start: Start, slurm: Cluster)
     for rank in range(4):
         await_line(node, f"rank {rank} is here\n", [node])
     slurm.ask("scancel", "--user=root")
-    assert node.wait_for_code() not in (0, None), told([node])
+    assert node.wait_for_code() not in (0, None), output_of([node])
     slurm.await_answer("", "squeue", "--noheader")
     for host in slurm.hosts:
         assert not [name for name in os.listdir(f"{host.root}/dev/shm") if name.startswith("fastcoll")]

@@ -20,7 +20,7 @@ import pytest
 from fastcoll.store.opening import OPENING_SIZE, Opening, Role
 from hosts import attacks
 from hosts.network import Host, Network
-from hosts.nodes import Node, await_line, finish, launched, told, until
+from hosts.nodes import Node, await_line, finish, launched, output_of, until
 
 Join = Callable[..., Network]
 _GROWTH_KIB = 8 << 10
@@ -133,16 +133,16 @@ def attack_all(network: Network, ranks: int, tmp_path: Path) -> Times:
         finish([crawlers, *slow])
         held = [json.loads(each.out.splitlines()[-1]).values() for each in (crawlers, *slow)]
         longest = max(map(max, held))
-        assert longest < float("inf"), told([crawlers, *slow])
+        assert longest < float("inf"), output_of([crawlers, *slow])
         for each in (crawlers, *slow):
             each.close()
         recording.close()
-        assert secret not in told(nodes) + "".join(shown)
+        assert secret not in output_of(nodes) + "".join(shown)
         grown = {pid: kib - before[pid] for pid, kib in memory(nodes).items()}
         (tmp_path / "end").touch()
         finish(nodes)
-        assert [node.code for node in nodes] == [0] * hosts, told(nodes)
-        assert sum(node.out.count("right") for node in nodes) == hosts * ranks, told(nodes)
+        assert [node.code for node in nodes] == [0] * hosts, output_of(nodes)
+        assert sum(node.out.count("right") for node in nodes) == hosts * ranks, output_of(nodes)
         assert max(grown.values()) < _GROWTH_KIB, grown
     seconds = [one["seconds"] for one in made]
     return Times(max(seconds), statistics.median(seconds), longest)
@@ -174,7 +174,7 @@ def refused(attacker: Host, record: Path, where: list[str]) -> list[dict[str, An
     """Return the outcomes of all attacks; none may be answered with more than a challenge, all must be dropped."""
     node = start(attacker, "attack", str(record), *where)
     finish([node])
-    assert node.code == 0, told([node])
+    assert node.code == 0, output_of([node])
     made: list[dict[str, Any]] = json.loads(node.out)
     assert {one["where"] for one in made} == set(where)
     for one in made:
@@ -197,6 +197,6 @@ def secret_of(pid: str) -> str:
 
 def memory(nodes: list[Node]) -> dict[str, int]:
     """Return the resident KiB of each rank and launcher, by its pid."""
-    told = [re.findall(r"began (\d+) (\d+)", node.out) for node in nodes]
-    status = {pid: Path(f"/proc/{pid}/status").read_text() for pids in told for pid in sum(pids, ())}
+    begun = [re.findall(r"began (\d+) (\d+)", node.out) for node in nodes]
+    status = {pid: Path(f"/proc/{pid}/status").read_text() for pids in begun for pid in sum(pids, ())}
     return {pid: int(re.findall(r"VmRSS:\s+(\d+) kB", text)[0]) for pid, text in status.items()}

@@ -22,7 +22,7 @@ import os, signal, sys, time
 from fastcoll.store import TCPStore
 host, port = os.environ["FASTCOLL_ELASTIC"].split(":")
 store = TCPStore(host, int(port), timeout={LIMIT})
-is_new = os.environ.get("FASTCOLL_NEWCOMER") == "1"
+is_new = os.environ.get("FASTCOLL_JOINER") == "1"
 local = os.environ["LOCAL_RANK"]
 if is_new:
     print("RANK" in os.environ, "WORLD_SIZE" in os.environ, local, flush=True)

@@ -276,11 +276,11 @@ def test_the_memo_finds_only_what_was_added():
     context = ShmContext(address_of(HEADER), Layout(2, 1024, 2048), 0, cores=2)
     dtypes = [np.dtype((np.void, n)) for n in range(1, 30)]
     ops = [Op(), Op()]
-    told = {}
+    expected = {}
     for operation in (1, 2, 5):
         for n, dtype in enumerate(dtypes[::2]):
             op = ops[n % 2]
-            told[operation, dtype, op] = what = CallSpec(n, dtype.itemsize)
+            expected[operation, dtype, op] = what = CallSpec(n, dtype.itemsize)
             context.remember(operation, dtype, op, what)
     found = 0
     for operation in (1, 2, 3, 5):
@@ -288,10 +288,10 @@ def test_the_memo_finds_only_what_was_added():
             x = np.zeros(1, dtype)
             for op in ops:
                 address = recall.call(context.address, operation, x, op)
-                known = told.get((operation, x.dtype, op))
+                known = expected.get((operation, x.dtype, op))
                 assert address in (0, known.address if known else 0)
                 found += address != 0
-    assert found > len(told) * 0.9  # all probed entries may be in use
+    assert found > len(expected) * 0.9  # all probed entries may be in use
     assert recall.call(context.address, 1, np.zeros(1, dtypes[0]).view(Sub), ops[0]) == 0
     assert recall.call(context.address, 1, [1], ops[0]) == 0
 

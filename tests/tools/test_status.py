@@ -118,7 +118,7 @@ def job(folder: Path, program: str) -> Iterator[Callable[[Callable], dict]]:
 def has_diagnosis(found: dict) -> bool:
     """Return whether all ranks are listed and some have waited for long."""
     held = (" waited in for ", " waited for ", "wait for one another")
-    texts = [diagnosis["text"] for diagnosis in found["verdicts"]]
+    texts = [diagnosis["text"] for diagnosis in found["diagnoses"]]
     return (
         len(found["ranks"]) == 4 and bool(texts) and all(any(word in text for word in held) for text in texts)
     )
@@ -145,8 +145,8 @@ def hangs(folder: Path, program: str, texts: list[str], more: str) -> Iterator[d
         yield until(
             lambda found: (
                 has_diagnosis(found)
-                and more in " ".join([found["verdicts"][0]["text"], *found["verdicts"][0]["more"]])
-                and all(text in found["verdicts"][0]["text"] for text in texts)
+                and more in " ".join([found["diagnoses"][0]["text"], *found["diagnoses"][0]["more"]])
+                and all(text in found["diagnoses"][0]["text"] for text in texts)
             )
         )
 
@@ -157,7 +157,7 @@ def hangs(folder: Path, program: str, texts: list[str], more: str) -> Iterator[d
 def test_the_culprit_of_a_job_that_hangs_is_named(hang, tmp_path):
     program, culprits, texts, more = HANGS[hang]
     with hangs(tmp_path, program, texts, more) as found:
-        (diagnosis,) = found["verdicts"]
+        (diagnosis,) = found["diagnoses"]
         assert diagnosis["ranks"] == culprits
         assert diagnosis["next"]
 
@@ -165,7 +165,7 @@ def test_the_culprit_of_a_job_that_hangs_is_named(hang, tmp_path):
 def test_a_stopped_rank_is_named_to_programs_and_to_people(tmp_path):
     texts = ["rank 2 (pid ", " has not called all_reduce(", "ranks 0, 1 and 3 have waited in for "]
     with hangs(tmp_path, STOPPED, texts, "; it is stopped, by SIGSTOP") as found:
-        (diagnosis,) = found["verdicts"]
+        (diagnosis,) = found["diagnoses"]
         (rank,) = (each for each in found["ranks"] if each["rank"] == 2)
         assert (diagnosis["ranks"], rank["state"]) == ([2], "stopped")
         assert f"kill -CONT {rank['pid']}" in diagnosis["next"]
@@ -194,7 +194,7 @@ def test_a_stopped_job_is_shown_completely_and_goes_on(tmp_path):
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         found = until(lambda found: {rank["state"] for rank in found["ranks"]} == {"stopped"})
-        blamed = {rank for diagnosis in found["verdicts"] for rank in diagnosis["ranks"]}
+        blamed = {rank for diagnosis in found["diagnoses"] for rank in diagnosis["ranks"]}
         assert blamed == {0, 1, 2, 3}
         calls = [rank["groups"][0]["calls"] for rank in found["ranks"]]
         for pid in pids:
