@@ -120,9 +120,11 @@ def _tied() -> list[str]:
 def _environment(folder: Path) -> dict[str, str]:
     """Return the environment of all sides.
 
-    Ranks have one thread for computing, and temporary files go to `folder`, which is removed.
+    Ranks have one thread for computing, and temporary files go to `folder`, which is removed. Intel MPI pins no ranks,
+    because ranks pin themselves.
     """
-    return {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", **os.environ, "TMPDIR": str(folder)}
+    one_thread = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "I_MPI_PIN": "0"}
+    return {**one_thread, **os.environ, "TMPDIR": str(folder)}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -31,6 +31,7 @@ SIDES = {
     "openmpi": "mpi",
     "openmpi-tcp": "mpi",
     "mpich": "mpi",
+    "intelmpi": "mpi",
 }
 """For each side the module of `sides` that calls its library."""
 

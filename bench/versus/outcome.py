@@ -18,7 +18,7 @@ Key = tuple[str, int]
 """An operation (or a limit) and its size in bytes."""
 
 OURS, LIMIT = "fastcoll", "limit"
-MPIS = ("openmpi", "openmpi-tcp", "mpich")
+MPIS = ("openmpi", "openmpi-tcp", "mpich", "intelmpi")
 GLOO = ("gloo",)
 
 

@@ -68,6 +68,7 @@ PEERS: dict[str, Peer] = {
     "openmpi": Peer("openmpi", "Open MPI", _OPEN_MPI),
     "openmpi-tcp": Peer("openmpi-tcp", "Open MPI, TCP", _OPEN_MPI, library="openmpi", options=_ONLY_TCP),
     "mpich": Peer("mpich", "MPICH", ("mpi4py==4.1.2", "mpich==5.0.2")),
+    "intelmpi": Peer("intelmpi", "Intel MPI", ("mpi4py==4.1.2", "impi-rt==2021.18.1")),
 }
 
 

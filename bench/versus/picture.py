@@ -16,6 +16,7 @@ _LOOKS = {
     "openmpi": ("#0072B2", "s", 1.4),
     "openmpi-tcp": ("#56B4E9", "v", 1.4),
     "mpich": ("#009E73", "^", 1.4),
+    "intelmpi": ("#E69F00", "P", 1.4),
     "gloo": ("#CC79A7", "D", 1.4),
 }
 _NAMES = {

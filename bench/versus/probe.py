@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 
 def mpi_name(text: str) -> str:
-    """Return name and version from the text of MPI_Get_library_version: `MPICH 5.0.2`, `Open MPI 5.0.11`."""
-    words = text.split("\n")[0].split(",")[0].replace("Version:", " ").split()
+    """Return name and version, such as `Open MPI 5.0.11`, from the text of MPI_Get_library_version."""
+    text = text.split("\n")[0].split(",")[0].replace("Version:", " ")
+    words = text.replace("(R)", "").replace(" Library", "").partition(" for ")[0].split()
     return " ".join(word.removeprefix("v") if word[1:2].isdigit() else word for word in words)
 
 
@@ -42,6 +43,7 @@ _ASK: dict[str, Callable[[], str]] = {
     "gloo": _gloo,
     "openmpi": lambda: _mpi("Open MPI"),
     "mpich": lambda: _mpi("MPICH"),
+    "intelmpi": lambda: _mpi("Intel MPI"),
 }
 
 if __name__ == "__main__":

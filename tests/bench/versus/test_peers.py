@@ -121,6 +121,7 @@ def test_an_invalid_peer_python(text):
     [
         ("MPICH Version:      5.0.2\nMPICH Release date: x", "MPICH 5.0.2"),
         ("Open MPI v5.0.11, package: Open MPI x", "Open MPI 5.0.11"),
+        ("Intel(R) MPI Library 2021.18.1 for Linux* OS\n", "Intel MPI 2021.18.1"),
     ],
 )
 def test_the_name_of_an_mpi(text, name):
