@@ -40,7 +40,9 @@ class Recorder(ProcessGroup):
             name="shm",
             gate=Gate("recorder", ranks, 1, 5.0),
             monitor=SimpleNamespace(exit_reason="", record=None),
-            messages=SimpleNamespace(is_entered=lambda: False, poll=lambda: None),
+            messages=SimpleNamespace(
+                is_entered=lambda: False, poll=lambda: None, take_over_pending=lambda: None
+            ),
             fast=lambda group: {},
             close=close,
         )
