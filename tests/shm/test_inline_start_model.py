@@ -13,7 +13,6 @@ A caller's program consists of
 
 from __future__ import annotations
 
-import dis
 import inspect
 import random
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from shm.stepping import AFTER, is_step
 
 from fastcoll.core import work as core_work
 from fastcoll.core.gate import Gate
@@ -38,7 +38,6 @@ from fastcoll.shm.context import ShmContext, words_for
 from fastcoll.shm.inline_start import OPEN
 from fastcoll.shm.rounds import PREPARED, RESUMED
 
-AFTER = ("CALL", "JUMP_BACKWARD", "RESUME")  # Python may switch threads, and run signal handlers, after these
 LIMIT = 60
 
 
@@ -51,7 +50,7 @@ class Over(BaseException):
 
 
 class Task:
-    """One thread; `until`: what it waits for, None if it can go on."""
+    """One thread; `until`: the condition for which the thread waits, None if it can run."""
 
     def __init__(self, name: str, run: Callable[[], None], daemon: bool) -> None:
         self.name, self.run, self.daemon = name, run, daemon
@@ -112,11 +111,8 @@ class Scheduler:
         if frame.f_code.co_filename != self.file or self.choosing:
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode":
-            last = task.last.get(frame, "RESUME")
-            task.last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-            if last.startswith(AFTER):
-                self.point()
+        if event == "opcode" and is_step(frame, task.last):
+            self.point()
         return lambda frame, event, _: self._trace(task, frame, event)
 
     def point(self, until: Callable[[], bool] | None = None) -> None:

@@ -6,7 +6,6 @@ codes replaces the compiled entry, which no signal interrupts.
 
 from __future__ import annotations
 
-import dis
 import sys
 import threading
 import weakref
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from shm.stepping import is_step
 
 import fastcoll as dist
 from fastcoll import AbortedError, UsageError
@@ -28,7 +28,6 @@ from fastcoll.shm import context_layout as words
 from fastcoll.shm.rounds import HELD, RESUMED
 
 FILES = {module.__file__ for module in (context, inline_start)}
-AFTER = ("CALL", "JUMP_BACKWARD", "RESUME")  # Python checks for signals after these
 DEADLINE = 120
 
 
@@ -73,13 +72,10 @@ class Between:
         if frame.f_code.co_filename not in FILES:
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode":
-            last = self.last.get(frame, "RESUME")
-            self.last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-            if last.startswith(AFTER):
-                self.steps += 1
-                if self.steps == self.left:
-                    self.act()
+        if event == "opcode" and is_step(frame, self.last):
+            self.steps += 1
+            if self.steps == self.left:
+                self.act()
         return self.trace
 
 
