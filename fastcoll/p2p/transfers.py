@@ -160,7 +160,6 @@ class Transfer(Work):
     number = request = 0
     pipe: RequestPipe
     needs_copy_back = False
-    outputs: list[Any] = []  # noqa: RUF012  (a message has no outputs, so this list stays empty)
     _kind: int | None = None
     _watch: Wait | None = None
 

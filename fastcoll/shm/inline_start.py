@@ -5,7 +5,7 @@ whose peers are late is mostly completed by the thread that waits for its Work. 
 would take 30 us. Until a thread waits, the call is *open* (open_calls.py): any thread may take it over. These threads
 do:
 
-- a thread that waits for the call's Work without a timeout, or asks whether it is complete;
+- a thread that waits for the call's Work, briefly if the wait has a timeout, or asks whether it is complete;
 - a thread that makes the group's next call, since calls run in order;
 - the group's watcher, a thread that takes over calls which stay open for 0.1 to 0.2 ms, because their owner computes.
 
@@ -24,7 +24,7 @@ Invariants:
 - No call is open in a closed group. The group is closed before `close` fails the open call. A thread that leaves a call
   open checks afterwards whether the group is closed, and calls `close` as well.
 
-`tests/shm/test_inline_start_model.py` explores every schedule.
+`tests/shm/test_inline_start_model.py` runs this code under many schedules.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class OpenCall(_InlineWork):
 
     Args:
         args: the arguments with which the entry is called again; `given` keeps their memory alive.
-        code: what the entry has returned last.
+        code: the last status that the entry returned.
         number: of the call, among the group's calls.
     """
 
