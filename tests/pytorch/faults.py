@@ -96,9 +96,13 @@ def check_collectives_that_are_not_waited_for() -> None:
 
 
 def check_groups_that_are_left_with_an_error() -> None:
-    """The other ranks get an error at once, because the started operations are not completed."""
+    """The other ranks get an error at once, because the started operations are not completed.
+
+    The tensor has several rounds. Of a smaller one, a rank could publish all its data before it leaves; with them the
+    other ranks would complete their call.
+    """
     group = dist.new_group(backend="fastcoll")
-    x = torch.ones(1)
+    x = torch.ones(4_000_000)
     if rank() == 0:
         pending = dist.all_reduce(x, group=group, async_op=True)
         try:
