@@ -16,7 +16,10 @@ class FakeArray:
         host: any ndarray, also strided.
         stream: the handle of the stream that its library uses; None: the interface names none.
         read_only: it may only be read; by default as `host`.
+        device: has the GPU's number as `id`, as CuPy's arrays have.
     """
+
+    device: Any = None
 
     def __init__(self, host: Array, stream: int | None = None, read_only: bool | None = None) -> None:
         self.host = host

@@ -21,6 +21,7 @@ import numpy as np
 from .fake_runtime import FakeRuntime
 
 Array = np.ndarray[Any, Any]
+Parts = tuple[Callable[[], None], Callable[[], None]]
 
 SUCCESS, INVALID_USAGE, REMOTE_ERROR, IN_PROGRESS = 0, 5, 6, 7
 _DTYPES = [*map(np.dtype, "i1 u1 i4 u4 i8 u8 f2 f4 f8".split()), np.dtype(ml_dtypes.bfloat16)]
@@ -74,8 +75,8 @@ class FakeNccl:
         self._here = threading.local()
         for name, does in self._functions().items():
             setattr(self, name, self._function(name, does))
-        self.ncclGetErrorString = _plain(lambda status: f"error {status}".encode())
-        self.ncclGetLastError = _plain(lambda handle: b"what it was")
+        self.ncclGetErrorString = lambda status: f"error {status}".encode()
+        self.ncclGetLastError = lambda handle: b"what it was"
 
     def _functions(self) -> dict[str, Callable[..., int]]:
         queued = "AllReduce Reduce ReduceScatter Broadcast AllGather Send Recv".split()
@@ -124,8 +125,7 @@ class FakeNccl:
         return SUCCESS
 
     def _init(self, out: Any, size: int, identity: Any, rank: int, config: Any) -> int:
-        given = config._obj
-        assert (given.size, given.magic, given.version, given.blocking) == (24, 0xCAFEBEEF, 21400, 0)
+        _check(config)
         with self._changed:
             world = self._worlds[identity.internal]
             world.size = size
@@ -133,8 +133,8 @@ class FakeNccl:
         return IN_PROGRESS
 
     def _split(self, handle: Any, color: int, key: int, out: Any, config: Any) -> int:
-        given, comm = config._obj, self._comm(handle, "ncclCommSplit")
-        assert (given.size, given.magic, given.version, given.blocking) == (24, 0xCAFEBEEF, 21400, 0)
+        comm = self._comm(handle, "ncclCommSplit")
+        _check(config)
         with self._changed:
             if comm.under_way or comm.state != SUCCESS:
                 self._violate("ncclCommSplit while something is under way")
@@ -175,10 +175,10 @@ class FakeNccl:
         comm = self._comm(handle, "ncclCommFinalize")
         with self._changed:
             comm.finalized = True
-            if not all(peer.finalized for peer in comm.world.comms.values()):
-                comm.state = IN_PROGRESS
-            else:
-                for peer in comm.world.comms.values():
+            comm.state = IN_PROGRESS
+            peers = comm.world.comms.values()
+            if all(peer.finalized for peer in peers):
+                for peer in peers:
                     peer.state = SUCCESS
         return IN_PROGRESS
 
@@ -255,9 +255,8 @@ class FakeNccl:
         self.gpu.queue("nccl", stream, run)
         return IN_PROGRESS
 
-    def _prepared(
-        self, name: str, comm: _Comm, rest: list[Any]
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+    def _prepared(self, name: str, comm: _Comm, rest: list[Any]) -> Parts:
+        """Return the two parts of an operation: it begins, and it finishes once the peers have begun."""
         if name == "Send":
             return self._sending(comm, *rest)
         if name == "Recv":
@@ -267,7 +266,7 @@ class FakeNccl:
         op = rest[4] if "Reduce" in name else None
         root = rest[-1] if name in ("Reduce", "Broadcast") else None
         self._check_places(name, comm, src, dst, count * _DTYPES[dtype].itemsize, root)
-        made = comm.made.get(op) if op is not None else None
+        made, met = comm.made.get(op), comm.world.met[number]
         length = count * (comm.world.size if name == "ReduceScatter" else 1)
 
         def begin() -> None:
@@ -277,11 +276,10 @@ class FakeNccl:
                 data *= made
             called = (name, count, dtype, _FIRST_MADE if made is not None else op, root)
             with self._changed:
-                comm.world.met[number][comm.rank] = (called, data)
+                met[comm.rank] = (called, data)
                 self._changed.notify_all()
 
         def finish() -> None:
-            met = comm.world.met[number]
             if not self._until(comm, lambda: len(met) == comm.world.size):
                 return
             called = {there for there, _ in met.values()}
@@ -305,9 +303,7 @@ class FakeNccl:
         if not (in_place or apart or idle):
             self._violate(f"{name} of {src:#x} into {dst:#x} overlaps")
 
-    def _sending(
-        self, comm: _Comm, src: int, count: int, dtype: int, peer: int
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+    def _sending(self, comm: _Comm, src: int, count: int, dtype: int, peer: int) -> Parts:
         parcel: list[Any] = []
 
         def begin() -> None:
@@ -321,9 +317,7 @@ class FakeNccl:
 
         return begin, finish
 
-    def _receiving(
-        self, comm: _Comm, dst: int, count: int, dtype: int, peer: int
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+    def _receiving(self, comm: _Comm, dst: int, count: int, dtype: int, peer: int) -> Parts:
         def finish() -> None:
             mail = comm.world.mail[peer, comm.rank]
             if self._until(comm, lambda: len(mail) > 0):
@@ -363,14 +357,12 @@ def _finish(
         _at(dst, count, dtype)[:] = total
 
 
+def _check(config: Any) -> None:
+    given = config._obj
+    assert (given.size, given.magic, given.version, given.blocking) == (24, 0xCAFEBEEF, 21400, 0)
+
+
 def _at(address: int, count: int, dtype: int) -> Array:
     kind = _DTYPES[dtype]
     memory = (ctypes.c_ubyte * (count * kind.itemsize)).from_address(address)
     return np.frombuffer(memory, kind)
-
-
-def _plain(function: Callable[..., Any]) -> Any:
-    def call(*args: Any) -> Any:
-        return function(*args)
-
-    return call

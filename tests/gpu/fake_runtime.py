@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -48,8 +49,7 @@ class _Operation:
 
 
 class _Stream:
-    def __init__(self, number: int, device: int) -> None:
-        self.number = number
+    def __init__(self, device: int) -> None:
         self.device = device
         self.queue: deque[_Operation] = deque()
         self.busy = False
@@ -83,7 +83,7 @@ class FakeRuntime:
         self._prompt, self._name = prompt, name
         self._changed = threading.Condition(threading.RLock())
         self._here = threading.local()
-        self._defaults = {device: _Stream(0, device) for device in range(devices)}
+        self._defaults = {device: _Stream(device) for device in range(devices)}
         self._streams: dict[int, _Stream] = {}
         self._events: dict[int, _Operation | None] = {}
         self._event_devices: dict[int, int] = {}
@@ -103,15 +103,12 @@ class FakeRuntime:
         """Replace `fastcoll.gpu.runtime.runtime()`, and run the simulator's kernels here."""
         from fastcoll.gpu import runtime as module
 
-        real = module.Runtime
-        module.Runtime = lambda: self  # type: ignore[assignment,misc]
-        module.runtime.cache_clear()
-        try:
-            with self._kernels():
-                yield self
-        finally:
-            module.Runtime = real  # type: ignore[misc]
+        with mock.patch.object(module, "Runtime", return_value=self), self._kernels():
             module.runtime.cache_clear()
+            try:
+                yield self
+            finally:
+                module.runtime.cache_clear()
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:
@@ -136,11 +133,8 @@ class FakeRuntime:
             self.queue("kernel", stream, run)
 
         queue.real = call  # type: ignore[attr-defined]
-        launch._Simulated.__call__ = queue  # type: ignore[method-assign]
-        try:
+        with mock.patch.object(launch._Simulated, "__call__", queue):
             yield
-        finally:
-            launch._Simulated.__call__ = before  # type: ignore[method-assign]
 
     def place(self, x: Array, device: int) -> None:
         """Assign the memory of `x` to a GPU other than number 0."""
@@ -309,7 +303,7 @@ class FakeRuntime:
 
     def new_stream(self, device: int) -> int:
         number = self._number()
-        self._streams[number] = _Stream(number, device)
+        self._streams[number] = _Stream(device)
         return number
 
     def end_stream(self, stream: int) -> None:

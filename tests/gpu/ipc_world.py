@@ -1,67 +1,43 @@
 """Ranks that share one fake GPU, as threads of this process, with simulated kernels over its memory.
 
 with world(3) as ranks:
-    ranks.run(lambda group: group.all_reduce(gpu(x)))
+    ranks.run(lambda rank, group: group.all_reduce(ranks.array(rank, x)))
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from messages.worlds import until
-from net.groups import everybody, groups
+from net.groups import groups
 
 from fastcoll.gpu.ipc import regions
 from fastcoll.gpu.ipc.backend import IpcCarrier
 from fastcoll.gpu.staged import StagedCarrier
 
-from .fake_array import FakeArray
 from .fake_runtime import FakeRuntime
 from .ipc_simulator import concurrent_kernels
-
-Array = np.ndarray[Any, Any]
+from .thread_ranks import Ranks
 
 SLOT = 1024
-HERE = threading.local()  # .stream: the stream of this thread's rank; processes share no default stream
 
 
-class Ranks:
+class IpcRanks(Ranks):
     """Some ranks on one GPU."""
 
-    def __init__(self, fake: FakeRuntime, made: list[Any]) -> None:
-        self.fake, self.groups, self.size = fake, made, len(made)
-        self._streams = [fake.new_stream(0) for _ in made]
+    dtypes = Ranks.dtypes[:2]
 
-    def attempt(self, call: Callable[[Any], Any]) -> list[Any]:
-        """Make a call on each rank; return the results or exceptions."""
+    def reductions(self) -> Any:
+        pairs = super().reductions()
+        return pairs if self.size == 3 else pairs[:: len(pairs) // 10]
 
-        def on(group: Any) -> Any:
-            HERE.stream = self._streams[group.rank]
-            return call(group)
-
-        return everybody(self.groups, on)
-
-    def close(self) -> None:
-        for stream in self._streams:
-            self.fake.end_stream(stream)
-
-    def run(self, call: Callable[[Any], Any]) -> list[Any]:
-        """Make a call on each rank, and return the results once the GPU has finished."""
-        results = self.attempt(call)
-        for error in results:
-            if isinstance(error, BaseException):
-                raise error
-        self.fake.settle()
+    def run(self, does: Callable[[int, Any], Any]) -> list[Any]:
+        results = super().run(does)
         for group in self.groups:
             assert group.failure is None, group.failure
         return results
-
-    def each(self, make: Callable[[int], Array]) -> list[Array]:
-        return [make(rank) for rank in range(self.size)]
 
     def carrier(self, rank: int) -> IpcCarrier:
         carrier = self.groups[rank].devices()
@@ -70,16 +46,16 @@ class Ranks:
 
 
 @contextmanager
-def world(size: int, timeout: float = 60.0, slot: int = SLOT) -> Iterator[Ranks]:
+def world(size: int) -> Iterator[IpcRanks]:
     fake = FakeRuntime(prompt=True)
     with concurrent_kernels(), fake.installed():
-        with groups(size, timeout=timeout) as made:
+        with groups(size, timeout=60.0) as made:
             staged = [StagedCarrier(group) for group in made]
             for group in made:
-                group.gpus.serve(lambda group: IpcCarrier(group, staged[group.rank], slot))
-            ranks = Ranks(fake, made)
+                group.gpus.serve(lambda group: IpcCarrier(group, staged[group.rank], SLOT))
+            ranks = IpcRanks(fake, made)
             yield ranks
-        ranks.close()
+        ranks.end_streams()
         for fallback in staged:
             fallback.close(None)
         # Memory that a failed group's kernels may still use is kept on purpose.
@@ -88,7 +64,3 @@ def world(size: int, timeout: float = 60.0, slot: int = SLOT) -> Iterator[Ranks]
         until(lambda: all(name.startswith(kinds) for name in fake.left()))
         regions._reusable.clear()
         regions._abandoned.clear()
-
-
-def gpu(x: Array) -> FakeArray:
-    return FakeArray(x, getattr(HERE, "stream", None))

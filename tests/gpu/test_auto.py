@@ -18,6 +18,7 @@ from fastcoll.gpu.carriers import carrier_for
 from fastcoll.gpu.staged import StagedCarrier
 
 from .fake_array import FakeArray
+from .thread_ranks import served
 
 
 def rank(gpu, nccl=True, kernels=True, reaches_all=True):
@@ -45,10 +46,14 @@ def test_choose(facts, one_node, wanted):
 
 def test_backends_that_need_no_agreement(gpu):
     with groups(1) as (group,):
-        assert isinstance(carrier_for("tcp", group), StagedCarrier)
-        assert isinstance(carrier_for("gloo", group), StagedCarrier)
-        assert isinstance(carrier_for("mpi", group), StagedCarrier)
+        for backend in ("tcp", "gloo", "mpi"):
+            assert isinstance(carrier_for(backend, group), StagedCarrier)
         assert isinstance(carrier_for("auto", group), AutoCarrier)
+
+
+def choosing(n):
+    """Groups whose ranks choose a carrier in their first call."""
+    return served(n, lambda group: carrier_for("auto", group))
 
 
 def test_every_rank_publishes_the_facts_about_its_gpu(two_gpus):
@@ -70,15 +75,12 @@ class Queueing(StagedCarrier):
     started: list[str]
 
     def plan(self, operation, timeout=None):
-        return Started(self)
+        return Started()
 
 
 class Started(StreamCall):
-    def __init__(self, carrier):
-        self.carrier = carrier
-
     def start(self, name, owners):
-        self.carrier.started.append(f"{name} {len(owners)}")
+        Queueing.started.append(f"{name} {len(owners)}")
         work = Work(name)
         work.complete()
         return work
@@ -94,8 +96,7 @@ def queueing(monkeypatch):
 
 @pytest.mark.usefixtures("gpu", "queueing")
 def test_later_calls_are_the_chosen_carriers_own():
-    with groups(1) as (group,):
-        group.gpus.serve(lambda g: carrier_for("auto", g))
+    with choosing(1) as (group,):
         x = FakeArray(np.ones(3))
         group.all_reduce(x, async_op=True).wait()
         group.all_reduce(x)
@@ -105,8 +106,7 @@ def test_later_calls_are_the_chosen_carriers_own():
 
 @pytest.mark.usefixtures("gpu", "queueing")
 def test_calls_stay_behind_those_that_wait_for_the_choice():
-    with groups(1) as (group,):
-        group.gpus.serve(lambda g: carrier_for("auto", g))
+    with choosing(1) as (group,):
         x = FakeArray(np.ones(3))
         group.all_reduce(x)
         go_on = threading.Event()
@@ -120,11 +120,9 @@ def test_calls_stay_behind_those_that_wait_for_the_choice():
 
 @pytest.mark.usefixtures("gpu")
 def test_ranks_that_differ_in_their_first_call_may_try_again():
-    with groups(2) as made:
-        for group in made:
-            group.gpus.serve(lambda g: carrier_for("auto", g))
+    with choosing(2) as made:
         xs = [np.ones(3), np.ones(3)]
-        results = everybody(made, lambda g: g.all_reduce(FakeArray(xs[0])) if g.rank == 0 else g.barrier())
+        results = everybody(made, lambda g: g.barrier() if g.rank else g.all_reduce(FakeArray(xs[0])))
         assert [type(result) for result in results] == [MismatchError] * 2
         assert "here all_reduce" in str(results[0])
         assert everybody(made, lambda g: g.all_reduce(FakeArray(xs[g.rank]), ReduceOp.MAX)) == [None, None]
@@ -132,9 +130,7 @@ def test_ranks_that_differ_in_their_first_call_may_try_again():
 
 
 def test_a_rank_without_facts_fails_the_call_on_all_ranks(two_gpus, monkeypatch):
-    with groups(2) as made:
-        for group in made:
-            group.gpus.serve(lambda g: carrier_for("auto", g))
+    with choosing(2) as made:
         uuid = two_gpus.uuid
 
         def fail(device):

@@ -11,7 +11,7 @@ import pytest
 
 from fastcoll.errors import ArrayError, FastcollError
 from fastcoll.gpu import device_array, runtime
-from fastcoll.gpu.device_array import DeviceArray, describe
+from fastcoll.gpu.device_array import describe
 
 from .fake_array import FakeArray
 from .fake_runtime import FakeRuntime
@@ -32,11 +32,12 @@ def test_a_dense_array_is_taken_as_it_is(two_gpus):
     x = np.ones((2, 3), "f4")
     two_gpus.place(x, 1)
     array = imported(FakeArray(x, stream=7)).array
-    assert (array.address, array.dtype, array.shape) == (x.ctypes.data, x.dtype, x.shape)
+    assert (array.address, array.dtype, array.shape, array.ndim) == (x.ctypes.data, x.dtype, x.shape, 2)
     assert (array.device, array.stream) == (1, 7)
     assert repr(array) == "float32 array of shape (2, 3) on GPU 1"
     flat = array.reshape(-1)
     assert (flat[2:5].address, flat[2:5].size) == (x.ctypes.data + 8, 3)
+    assert flat[2:5].owner is array.owner
     assert flat[5:2].size == 0
     assert flat[:3].overlaps(flat[2:])
     assert not flat[:3].overlaps(flat[3:])
@@ -45,8 +46,7 @@ def test_a_dense_array_is_taken_as_it_is(two_gpus):
 @pytest.mark.usefixtures("gpu")
 def test_dense_strides_are_not_packed():
     x = np.ones((1, 3), "f4")
-    dense = Saying(x, strides=(12, 4))
-    assert imported(dense).array.address == x.ctypes.data
+    assert imported(Saying(x, strides=(12, 4))).array.address == x.ctypes.data
     assert imported(FakeArray(np.ones((0, 3))[:, ::2])).array.size == 0
     assert imported(FakeArray(np.array(3.0)), writable=False).array.shape == ()
 
@@ -71,26 +71,17 @@ def test_another_device_is_refused():
         describe(x, "tensor", lambda address: 0)
 
 
-def test_a_library_that_names_no_stream_is_asked(gpu, monkeypatch):
-    ask = SimpleNamespace(get_current_stream=lambda device: SimpleNamespace(ptr=40 + device))
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=ask))
-
-    class ndarray(FakeArray):
-        pass
-
-    ndarray.__module__ = "cupy"
-    assert imported(ndarray(np.ones(3))).array.stream == 40
-    assert imported(FakeArray(np.ones(3))).array.stream == 0
-
-
-def test_cupy_is_asked_for_the_stream_of_the_arrays_gpu(two_gpus, monkeypatch):
-    """The interface of CuPy's arrays names the stream of the current GPU."""
+@pytest.mark.parametrize(
+    ("module", "stream", "want"), [("cupy", None, 41), ("cupy", 40, 41), ("other", None, 0)]
+)
+def test_cupy_is_asked_for_the_stream_of_the_arrays_gpu(two_gpus, monkeypatch, module, stream, want):
+    """The interface of CuPy's arrays names no stream, or that of the current GPU."""
     ask = SimpleNamespace(get_current_stream=lambda device: SimpleNamespace(ptr=40 + device))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=ask))
     x = np.ones(3)
     two_gpus.place(x, 1)
-    described = type("ndarray", (FakeArray,), {"__module__": "cupy"})(x, stream=40)
-    assert imported(described).array.stream == 41
+    described = type("ndarray", (FakeArray,), {"__module__": module})(x, stream)
+    assert imported(described).array.stream == want
 
 
 def test_the_fake_has_the_real_ones_calls():
@@ -129,10 +120,3 @@ def test_streams_run_in_the_order_that_events_make(gpu):
     for stream in (one, two):
         gpu.end_stream(stream)
     gpu.end_event(event)
-
-
-def test_arrays_are_views_that_keep_their_owner():
-    owner = object()
-    array = DeviceArray(64, np.dtype("i4"), (4,), 0, 0, owner)
-    assert array[1:3].owner is owner
-    assert array.ndim == 1

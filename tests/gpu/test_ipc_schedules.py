@@ -15,15 +15,15 @@ import pytest
 from fastcoll.gpu.ipc import schedules
 from fastcoll.gpu.ipc.schedules import IN, OUT, SLOT, BlockLocation, Last, Move, ReduceStep, Schedule, Step
 
-SIZES = (1, 2, 3, 4, 8)
 SLOT_BYTES = 4096
 Array = np.ndarray
+Lists = Sequence[Sequence[Array]]
 
 
 class World:
     """All ranks' arrays and slots; `run` takes every rank to each step, then on to the next."""
 
-    def __init__(self, inputs: Sequence[Sequence[Array]], outputs: Sequence[Sequence[Array]]) -> None:
+    def __init__(self, inputs: Lists, outputs: Lists) -> None:
         self.size = len(inputs)
         self.arrays = {IN: inputs, OUT: outputs}
         self.slots: dict[tuple[int, int], Array] = {}
@@ -86,95 +86,80 @@ def made(plan: Callable[..., Schedule], size: int, *args, **options) -> list[Sch
     return [plan(rank, size, *args, SLOT_BYTES, **options) for rank in range(size)]
 
 
-COUNTS = (0, 1, 7, 1024, 1025, 5000)
+def check(inputs: Lists, outputs: Lists, wants: Lists, plans: Sequence[Schedule]) -> None:
+    """Run the ranks' schedules, and compare their outputs."""
+    World(inputs, outputs).run(plans)
+    for outs, want in zip(outputs, wants, strict=True):
+        assert all((x == y).all() for x, y in zip(outs, want, strict=True))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("count", COUNTS)
+def zeros(lists: Lists) -> list[list[Array]]:
+    return [[np.zeros_like(x) for x in arrays] for arrays in lists]
+
+
+EVERY_SIZE = pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+COUNTS = pytest.mark.parametrize("count", [0, 1, 7, 1024, 1025, 5000])
+
+
+@EVERY_SIZE
+@COUNTS
 @pytest.mark.parametrize("plan", [schedules.one_shot, schedules.two_shot], ids=["one", "two"])
 @pytest.mark.parametrize("dtype", ["u1", "f8"])
 def test_all_reduce_in_place(plan, count, size, dtype) -> None:
     inputs = [numbers(count, dtype=dtype, seed=rank) for rank in range(size)]
     want = np.add.reduce(inputs, dtype=dtype)[0]
-    World(inputs, inputs).run(made(plan, size, want.nbytes, want.itemsize))
-    assert all((x[0] == want).all() for x in inputs)
+    check(inputs, inputs, [[want]] * size, made(plan, size, want.nbytes, want.itemsize))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("count", COUNTS)
-def test_reduce_and_scans(count, size) -> None:
+@EVERY_SIZE
+@COUNTS
+def test_reduce_scans_and_broadcast(count, size) -> None:
     inputs = [numbers(count, seed=rank) for rank in range(size)]
-    sums = list(accumulate((x[0] for x in inputs), np.add))
-    root = size - 1
-    outputs = [[np.zeros(count, "u4")] for _ in range(size)]
-    World(inputs, outputs).run(made(schedules.one_shot, size, 4 * count, 4, readers=(root,)))
-    assert (outputs[root][0] == sums[-1]).all()
-    for exclusive in (False, True):
-        outputs = [[np.full(count, 5, "u4")] for _ in range(size)]
-        World(inputs, outputs).run(made(schedules.scan, size, 4 * count, 4, exclusive=exclusive))
-        want = [np.full(count, 5, "u4"), *sums] if exclusive else sums
-        assert all((out[0] == one).all() for out, one in zip(outputs, want, strict=False))
+    nbytes, root, old = 4 * count, size - 1, np.zeros(count, "u4")
+    sums = [[x] for x in accumulate((x[0] for x in inputs), np.add)]
+    for wants, plans in (
+        ([[old]] * root + sums[-1:], made(schedules.one_shot, size, nbytes, 4, readers=(root,))),
+        (sums, made(schedules.scan, size, nbytes, 4, exclusive=False)),
+        ([[old], *sums[:-1]], made(schedules.scan, size, nbytes, 4, exclusive=True)),
+    ):
+        check(inputs, zeros(inputs), wants, plans)
+    wants = [[inputs[size // 2][0].copy()]] * size
+    check(inputs, inputs, wants, made(schedules.broadcast, size, nbytes, root=size // 2))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@EVERY_SIZE
 @pytest.mark.parametrize("most", [0, 3, 100, 900])
 def test_reduce_scatter_with_blocks_of_different_sizes(size, most) -> None:
     counts = [(7 * rank + most) % (most + 1) for rank in range(size)]
     inputs = [numbers(*counts, seed=rank) for rank in range(size)]
-    outputs = [[np.zeros(counts[rank], "u4")] for rank in range(size)]
-    World(inputs, outputs).run(made(schedules.reduce_scatter, size, [4 * count for count in counts], 4))
-    for rank in range(size):
-        assert (outputs[rank][0] == np.add.reduce([x[rank] for x in inputs])).all()
+    wants = [[np.add.reduce([x[rank] for x in inputs], dtype="u4")] for rank in range(size)]
+    plans = made(schedules.reduce_scatter, size, [4 * count for count in counts], 4)
+    check(inputs, zeros(wants), wants, plans)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("count", COUNTS)
-def test_broadcast(count, size) -> None:
-    arrays = [numbers(count, seed=rank) for rank in range(size)]
-    want = arrays[size // 2][0].copy()
-    World(arrays, arrays).run(made(schedules.broadcast, size, 4 * count, root=size // 2))
-    assert all((x[0] == want).all() for x in arrays)
-
-
-def uneven(size: int, most: int) -> list[int]:
-    return [most * rank // size for rank in range(size)][::-1]
-
-
-@pytest.mark.parametrize("size", SIZES)
+@EVERY_SIZE
 @pytest.mark.parametrize("most", [0, 5, 2000, 9000])
 def test_gathers_and_scatter_of_different_sizes(size, most) -> None:
-    counts = uneven(size, most)
+    counts = [most * rank // size for rank in range(size)][::-1]
     blocks = [numbers(count, dtype="u1", seed=count)[0] for count in counts]
-    inputs = [[block] for block in blocks]
-    outputs = [[np.zeros_like(block) for block in blocks] for _ in range(size)]
-    World(inputs, outputs).run(made(schedules.all_gather, size, counts))
-    assert all((x == block).all() for outs in outputs for x, block in zip(outs, blocks, strict=True))
-
-    root = size // 2
-    outputs = [[np.zeros_like(block) for block in blocks] if rank == root else [] for rank in range(size)]
-    sizes = [counts if rank == root else [counts[rank]] for rank in range(size)]
-    World(inputs, outputs).run([schedules.gather(r, size, sizes[r], SLOT_BYTES, root) for r in range(size)])
-    assert all((x == block).all() for x, block in zip(outputs[root], blocks, strict=True))
-
-    sources = [blocks if rank == root else [] for rank in range(size)]
-    outputs = [[np.zeros_like(block)] for block in blocks]
-    World(sources, outputs).run([schedules.scatter(r, size, sizes[r], SLOT_BYTES, root) for r in range(size)])
-    assert all((x[0] == block).all() for x, block in zip(outputs, blocks, strict=True))
+    each, root = [[block] for block in blocks], size // 2
+    at_root = [blocks if rank == root else [] for rank in range(size)]
+    check(each, zeros([blocks] * size), [blocks] * size, made(schedules.all_gather, size, counts))
+    for plan, inputs, wants in ((schedules.gather, each, at_root), (schedules.scatter, at_root, each)):
+        sizes = [counts if rank == root else [counts[rank]] for rank in range(size)]
+        plans = [plan(rank, size, sizes[rank], SLOT_BYTES, root) for rank in range(size)]
+        check(inputs, zeros(wants), wants, plans)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@EVERY_SIZE
 @pytest.mark.parametrize("most", [0, 5, 2000])
 def test_all_to_all_of_different_sizes(size, most) -> None:
-    counts = np.random.default_rng(most).integers(0, most + 1, (size, size))
+    counts = np.random.default_rng(most).integers(0, most + 1, (size, size)).tolist()
     inputs = [numbers(*counts[rank], dtype="u1", seed=rank) for rank in range(size)]
-    outputs = [[np.zeros(count, "u1") for count in counts[:, rank]] for rank in range(size)]
-    made = [
-        schedules.all_to_all(r, size, counts[r].tolist(), counts[:, r].tolist(), SLOT_BYTES)
-        for r in range(size)
-    ]
-    World(inputs, outputs).run(made)
-    for src in range(size):
-        assert all((outputs[dst][src] == inputs[src][dst]).all() for dst in range(size))
+    taken = [list(column) for column in zip(*counts, strict=True)]
+    plans = [schedules.all_to_all(r, size, counts[r], taken[r], SLOT_BYTES) for r in range(size)]
+    wants = [list(blocks) for blocks in zip(*inputs, strict=True)]
+    check(inputs, zeros(wants), wants, plans)
 
 
 def test_elements_of_any_size_are_not_split() -> None:
@@ -189,8 +174,7 @@ def test_elements_of_any_size_are_not_split() -> None:
 
 def test_the_world_finds_a_step_left_out() -> None:
     inputs = [numbers(2000, seed=rank) for rank in range(2)]
-    broken = [
-        tuple(item for item in plan if item != Step(1)) for plan in made(schedules.one_shot, 2, 8000, 4)
-    ]
+    plans = made(schedules.one_shot, 2, 8000, 4)
+    broken = [tuple(item for item in plan if item != Step(1)) for plan in plans]
     with pytest.raises(AssertionError, match="not the one taken last"):
         World(inputs, inputs).run(broken)

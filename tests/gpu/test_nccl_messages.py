@@ -20,21 +20,21 @@ from fastcoll.errors import CollectiveTimeoutError, MismatchError, UsageError
 from fastcoll.gpu.nccl.communicator import RankInfo
 from fastcoll.gpu.nccl.messages import STAGED, ControlMessage
 
-from .nccl_mail_world import MailRanks, mail_world
+from .nccl_world import NcclRanks, world
 
 Array = np.ndarray[Any, Any]
 F4 = np.dtype(np.float32)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(request: pytest.FixtureRequest) -> Iterator[MailRanks]:
-    with mail_world(request.param) as made:
+@pytest.fixture(params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Iterator[NcclRanks]:
+    with world(request.param) as made:
         yield made
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[MailRanks]:
-    with mail_world(2) as made:
+@pytest.fixture
+def pair() -> Iterator[NcclRanks]:
+    with world(2) as made:
         yield made
 
 
@@ -42,77 +42,51 @@ def filled(value: float, count: int = 5, dtype: Any = F4) -> Array:
     return np.full(count, value, dtype)
 
 
-def made(ranks: MailRanks) -> int:
+def made(ranks: NcclRanks) -> int:
     """Return the number of ends of communicators."""
     return ranks.nccl.calls.count("ncclCommInitRankConfig")
+
+
+def wait_for(works: Any) -> None:
+    for work in works:
+        assert work.wait()
 
 
 # ---- results -----------------------------------------------------------------------------------------------
 
 
-def test_send_and_recv_around_a_ring(ranks: MailRanks) -> None:
-    hosts = [oracle.values(rank, 1000, F4) for rank in range(ranks.size)]
-    got = [np.zeros_like(host) for host in hosts]
-
-    def does(rank: int, group: Any) -> None:
-        right, left = (rank + 1) % ranks.size, (rank - 1) % ranks.size
-        x, y = ranks.array(rank, hosts[rank]), ranks.array(rank, got[rank])
-        if rank == 0:
-            group.send(x, right, 3)
-            assert group.recv(y, left, 3) == left
-        else:
-            assert group.recv(y, None, 3) == left
-            group.send(x, right, 3)
-
-    ranks.run(does)
-    for rank in range(ranks.size):
-        oracle.assert_same(got[rank], hosts[rank - 1])
-
-
 @pytest.mark.parametrize("dtype", [*oracle.MOVABLE[-3:], np.dtype(ml_dtypes.bfloat16)], ids=str)
-def test_every_dtype_is_moved(pair: MailRanks, dtype: np.dtype) -> None:
+def test_every_dtype_is_moved(pair: NcclRanks, dtype: np.dtype) -> None:
     sent, got = oracle.values(0, 9, dtype), np.zeros(9, dtype)
-
-    def does(rank: int, group: Any) -> None:
-        if rank == 0:
-            group.send(pair.array(0, sent), 1)
-        else:
-            group.recv(pair.array(1, got), 0)
-
-    pair.run(does)
+    pair.run(
+        lambda rank, group: group.recv(pair.array(1, got), 0) if rank else group.send(pair.array(0, sent), 1)
+    )
     oracle.assert_same(got, sent)
 
 
-def test_ranks_that_all_send_first(ranks: MailRanks) -> None:
+def test_ranks_that_all_send_first(ranks: NcclRanks) -> None:
     """Each rank sends several messages to all others; they are received by tags in another order."""
     tags = (4, 0, 9)
-    got = {
-        key: filled(-1)
-        for key in itertools.product(range(ranks.size), range(ranks.size), tags)
-        if key[0] != key[1]
-    }
+    got = {(*pair, tag): filled(-1) for pair in itertools.permutations(range(ranks.size), 2) for tag in tags}
 
     def does(rank: int, group: Any) -> None:
         peers = [peer for peer in range(ranks.size) if peer != rank]
         sends = [
             group.isend(ranks.array(rank, filled(100 * rank + 10 * peer + tag)), peer, tag)
-            for tag in tags
-            for peer in peers
+            for tag, peer in itertools.product(tags, peers)
         ]
         receives = [
             group.irecv(ranks.array(rank, got[peer, rank, tag]), peer, tag)
-            for tag in reversed(tags)
-            for peer in peers
+            for tag, peer in itertools.product(tags[::-1], peers)
         ]
-        for work in (*receives, *sends):
-            assert work.wait()
+        wait_for(receives + sends)
 
     ranks.run(does)
     for (source, rank, tag), host in got.items():
         assert host.tolist() == [100 * source + 10 * rank + tag] * 5
 
 
-def test_each_direction_has_one_communicator_and_messages_keep_their_order(pair: MailRanks) -> None:
+def test_each_direction_has_one_communicator_and_messages_keep_their_order(pair: NcclRanks) -> None:
     got = [filled(0) for _ in range(20)]
 
     def does(rank: int, group: Any) -> None:
@@ -120,8 +94,7 @@ def test_each_direction_has_one_communicator_and_messages_keep_their_order(pair:
             works = [group.isend(pair.array(0, filled(k)), 1, 7) for k in range(20)]
         else:
             works = [group.irecv(pair.array(1, x), 0, 7) for x in got]
-        for work in works:
-            work.wait()
+        wait_for(works)
 
     pair.run(does)
     before = made(pair)
@@ -130,7 +103,7 @@ def test_each_direction_has_one_communicator_and_messages_keep_their_order(pair:
     assert made(pair) == before <= 4
 
 
-def test_any_source_returns_the_sender(ranks: MailRanks) -> None:
+def test_any_source_returns_the_sender(ranks: NcclRanks) -> None:
     got = [filled(-1) for _ in range(ranks.size - 1)]
     sources = []
 
@@ -146,7 +119,7 @@ def test_any_source_returns_the_sender(ranks: MailRanks) -> None:
     assert [host[0] for host in got] == sources
 
 
-def test_strided_and_empty_arrays(pair: MailRanks) -> None:
+def test_strided_and_empty_arrays(pair: NcclRanks) -> None:
     sent, got = oracle.values(0, 12, F4).reshape(4, 3), np.zeros((4, 3), F4)
 
     def does(rank: int, group: Any) -> None:
@@ -164,7 +137,7 @@ def test_strided_and_empty_arrays(pair: MailRanks) -> None:
     assert not got[:, ::2].any()
 
 
-def test_messages_and_collectives_at_the_same_time(ranks: MailRanks) -> None:
+def test_messages_and_collectives_at_the_same_time(ranks: NcclRanks) -> None:
     sums, got = [filled(1) for _ in range(ranks.size)], [filled(0) for _ in range(ranks.size)]
 
     def does(rank: int, group: Any) -> None:
@@ -174,8 +147,7 @@ def test_messages_and_collectives_at_the_same_time(ranks: MailRanks) -> None:
             group.all_reduce(ranks.array(rank, sums[rank]), async_op=True),
             group.irecv(ranks.array(rank, got[rank]), left),
         ]
-        for work in works:
-            work.wait()
+        wait_for(works)
 
     ranks.run(does)
     assert [int(host[0]) for host in got] == [(rank - 1) % ranks.size for rank in range(ranks.size)]
@@ -185,7 +157,8 @@ def test_messages_and_collectives_at_the_same_time(ranks: MailRanks) -> None:
 # ---- to oneself ------------------------------------------------------------------------------------------
 
 
-def _shorter_and_of_any_tag(ranks: MailRanks) -> None:
+@pytest.mark.parametrize("devices", [2, 1], ids=["NCCL", "through the host"])
+def test_shorter_messages_and_any_tag(devices: int) -> None:
     """Receive such messages between two ranks, by any transport, and from this rank itself."""
     got, own = [np.full(9, -1, F4), np.full(9, -1, F4)], np.full(9, -1, F4)
     found, of_own = [Status(), Status()], Status()
@@ -204,7 +177,9 @@ def _shorter_and_of_any_tag(ranks: MailRanks) -> None:
         group.send(ranks.array(0, np.full(2, 5, F4)), 0, 6)
         assert group.recv(ranks.array(0, own), 0, ANY_TAG, of_own) == 0
 
-    ranks.run(does)
+    with world(2, devices=devices) as ranks:
+        ranks.run(does)
+        assert (made(ranks) == 0) == (devices == 1)
     expected = [(1, 7, 5, 20), (1, 9, 4, 16), (0, 6, 2, 8)]
     assert [fields(status) for status in (*found, of_own)] == expected
     assert got[0].tolist() == [3] * 5 + [-1] * 4
@@ -212,17 +187,7 @@ def _shorter_and_of_any_tag(ranks: MailRanks) -> None:
     assert own.tolist() == [5] * 2 + [-1] * 7
 
 
-def test_shorter_messages_and_any_tag(pair: MailRanks) -> None:
-    _shorter_and_of_any_tag(pair)
-
-
-def test_shorter_messages_and_any_tag_through_the_host() -> None:
-    with mail_world(2, devices=1) as ranks:
-        _shorter_and_of_any_tag(ranks)
-        assert made(ranks) == 0
-
-
-def test_a_probe_does_not_return_the_size_of_a_gpu_array(pair: MailRanks) -> None:
+def test_a_probe_does_not_return_the_size_of_a_gpu_array(pair: NcclRanks) -> None:
     found = []
 
     def does(rank: int, group: Any) -> None:
@@ -236,7 +201,7 @@ def test_a_probe_does_not_return_the_size_of_a_gpu_array(pair: MailRanks) -> Non
     assert found == [(1, 7, -1, -1)]
 
 
-def test_to_oneself(pair: MailRanks) -> None:
+def test_to_oneself(pair: NcclRanks) -> None:
     base, copied, got, last = np.arange(9, dtype=F4), filled(3), filled(0), filled(0)
 
     def does(rank: int, group: Any) -> None:
@@ -262,25 +227,21 @@ def test_to_oneself(pair: MailRanks) -> None:
     assert made(pair) == before
 
 
-def test_to_oneself_of_another_size(pair: MailRanks) -> None:
-    def does(rank: int, group: Any) -> None:
-        if rank == 0:
-            send = group.isend(pair.array(0, filled(1, 4)), 0)
-            with pytest.raises(MismatchError, match=r"the array on rank 0.* holds \(float32, 5 elements\)"):
-                group.recv(pair.array(0, filled(1, 5)), 0)
-            with pytest.raises(
-                MismatchError, match=r"the message from rank 0.* holds \(float32, 4 elements\)"
-            ):
-                send.wait()
-
-    pair.run(does)
+def test_to_oneself_of_another_size(pair: NcclRanks) -> None:
+    group = pair.groups[0]
+    with pair.gpu.on(0):
+        send = group.isend(pair.array(0, filled(1, 4)), 0)
+        with pytest.raises(MismatchError, match=r"the array on rank 0.* holds \(float32, 5 elements\)"):
+            group.recv(pair.array(0, filled(1, 5)), 0)
+        with pytest.raises(MismatchError, match=r"the message from rank 0.* holds \(float32, 4 elements\)"):
+            send.wait()
 
 
 # ---- streams ---------------------------------------------------------------------------------------------
 
 
-def test_a_message_waits_for_the_arrays_streams_and_later_work_for_it(pair: MailRanks) -> None:
-    gates = [threading.Event(), threading.Event()]
+def test_a_message_waits_for_the_arrays_streams_and_later_work_for_it(pair: NcclRanks) -> None:
+    gates, checked = [threading.Event(), threading.Event()], threading.Barrier(2)
     hosts, seen = [filled(1), filled(0)], filled(-1)
 
     def does(rank: int, group: Any) -> None:
@@ -300,10 +261,11 @@ def test_a_message_waits_for_the_arrays_streams_and_later_work_for_it(pair: Mail
         assert not work.is_completed()
         later = (lambda: hosts[0].fill(77)) if rank == 0 else (lambda: seen.__setitem__(..., hosts[1]))
         gpu.queue("kernel", stream, later)
+        checked.wait(60)
         if rank == 0:
             gates[0].set()
             with pytest.raises(CollectiveTimeoutError):  # the receiver's gate is still shut
-                work.wait(timeout=0.1)
+                work.wait(timeout=0.01)
             gates[1].set()
         assert work.wait(timeout=60)
         assert work.is_success()
@@ -314,7 +276,7 @@ def test_a_message_waits_for_the_arrays_streams_and_later_work_for_it(pair: Mail
     assert (hosts[0] == 77).all()
 
 
-def test_works_call_back_and_can_be_awaited(pair: MailRanks) -> None:
+def test_works_call_back_and_can_be_awaited(pair: NcclRanks) -> None:
     got, seen = filled(0), []
 
     async def awaited(work: Any) -> Any:
@@ -333,33 +295,32 @@ def test_works_call_back_and_can_be_awaited(pair: MailRanks) -> None:
     assert seen == [True]
 
 
-def test_a_callback_may_not_wait_for_messages_but_post_them(pair: MailRanks) -> None:
-    got, refusals = filled(0), []
-    posted: list[Any] = []
-    done = threading.Event()
+def test_a_callback_may_not_wait_for_messages_but_post_them(pair: NcclRanks) -> None:
+    got, posted = filled(0), []
+    listening, done = threading.Event(), threading.Event()
+
+    def again(_: Any) -> None:
+        group = pair.groups[1]
+        with pytest.raises(UsageError, match="a Work's callback may not wait"):
+            group.recv(pair.array(1, got), 0)
+        posted.append(group.irecv(pair.array(1, got), 0, 3))
+        with pytest.raises(UsageError, match=r"waiting for recv from rank 0 .*, tag 3.*may not wait"):
+            posted[0].wait()
+        done.set()
 
     def does(rank: int, group: Any) -> None:
         if rank == 0:
+            assert listening.wait(60)  # a callback of a Work that has ended runs at once, where it may wait
             group.send(pair.array(0, filled(0)), 1)
             assert done.wait(60)
             group.send(pair.array(0, filled(1)), 1, 3)
-            return
-
-        def again(_: Any) -> None:
-            with pytest.raises(UsageError, match="a Work's callback may not wait") as caught:
-                group.recv(pair.array(1, got), 0)
-            refusals.append(caught.value)
-            posted.append(group.irecv(pair.array(1, got), 0, 3))
-            with pytest.raises(UsageError, match=r"waiting for recv from rank 0 .*, tag 3.*may not wait"):
-                posted[0].wait()
-            done.set()
-
-        group.irecv(pair.array(1, filled(0)), 0).add_done_callback(again)
-        assert done.wait(60)
-        posted[0].wait(timeout=60)
+        else:
+            group.irecv(pair.array(1, filled(0)), 0).add_done_callback(again)
+            listening.set()
+            assert done.wait(60)
+            posted[0].wait(timeout=60)
 
     pair.run(does)
-    assert len(refusals) == 1
     assert (got == 1).all()
 
 
@@ -370,21 +331,20 @@ def test_a_callback_may_not_wait_for_messages_but_post_them(pair: MailRanks) -> 
     "other", [filled(0, 6), filled(0, 5, "i4"), np.zeros(0, F4)], ids=["size", "dtype", "empty"]
 )
 def test_a_message_that_does_not_fit_raises_on_both_sides_and_the_group_goes_on(
-    pair: MailRanks, other: Array
+    pair: NcclRanks, other: Array
 ) -> None:
-    got = filled(0)
-
     def does(rank: int, group: Any) -> str:
-        if rank == 0:
-            with pytest.raises(MismatchError, match=r"^send to rank 1 .*: the message from rank 0") as caught:
-                group.send(pair.array(0, filled(1)), 1, 2)
-            group.send(pair.array(0, filled(2)), 1, 2)
-        else:
-            with pytest.raises(MismatchError, match=r"^recv from rank 0 .*: the array on rank 1") as caught:
-                group.recv(pair.array(1, other.copy()), 0, 2)
-            group.recv(pair.array(1, got), 0, 2)
+        start = (
+            r"^recv from rank 0 .*: the array on rank 1"
+            if rank
+            else r"^send to rank 1 .*: the message from rank 0"
+        )
+        with pytest.raises(MismatchError, match=start) as caught:
+            transfer(group, pair.array(rank, other.copy() if rank else filled(1)))
+        transfer(group, pair.array(rank, got if rank else filled(2)))
         return str(caught.value)
 
+    got = filled(0)
     for text in pair.run(does):
         assert "holds (float32, 5 elements)" in text
         assert f"({other.dtype}, {other.size} elements)" in text
@@ -392,14 +352,17 @@ def test_a_message_that_does_not_fit_raises_on_both_sides_and_the_group_goes_on(
     assert (got == 2).all()
 
 
+def transfer(group: Any, x: Any) -> None:
+    """Send an array from rank 0 to rank 1."""
+    group.recv(x, 0, 8) if group.rank else group.send(x, 1, 8)
+
+
 @pytest.mark.parametrize("on_gpu", [0, 1])
-def test_arrays_on_the_host_and_on_a_gpu_do_not_fit(pair: MailRanks, on_gpu: int) -> None:
+def test_arrays_on_the_host_and_on_a_gpu_do_not_fit(pair: NcclRanks, on_gpu: int) -> None:
     def does(rank: int, group: Any) -> str:
-        x = pair.array(rank, filled(rank)) if rank == on_gpu else filled(rank)
         with pytest.raises(MismatchError) as caught:
-            group.send(x, 1, 8) if rank == 0 else group.recv(x, 0, 8)
-        y = pair.array(rank, filled(rank))
-        group.send(y, 1, 8) if rank == 0 else group.recv(y, 0, 8)
+            transfer(group, pair.array(rank, filled(rank)) if rank == on_gpu else filled(rank))
+        transfer(group, pair.array(rank, filled(rank)))
         return str(caught.value)
 
     for text in pair.run(does):
@@ -411,38 +374,23 @@ def test_arrays_on_the_host_and_on_a_gpu_do_not_fit(pair: MailRanks, on_gpu: int
 # ---- through the host ------------------------------------------------------------------------------------
 
 
-def test_ranks_that_share_a_gpu_go_through_the_host() -> None:
-    got = [filled(0), filled(0)]
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_pair_of_ranks_decides_for_itself(size: int) -> None:
+    """Ranks 0 and 1 share a GPU, so their messages go through the host; rank 2 has its own."""
+    got = {pair: filled(-1) for pair in itertools.permutations(range(size), 2)}
 
     def does(rank: int, group: Any) -> None:
-        x, y = ranks.array(rank, filled(rank + 1)), ranks.array(rank, got[rank])
-        works = [group.isend(x, 1 - rank), group.irecv(y, 1 - rank)]
-        for work in works:
-            work.wait()
-            assert work.is_completed()
-
-    with mail_world(2, devices=1) as ranks:
-        ranks.run(does)
-        assert made(ranks) == 0
-    assert [host[0] for host in got] == [2, 1]
-
-
-def test_each_pair_of_ranks_decides_for_itself() -> None:
-    """Ranks 0 and 1 share a GPU, rank 2 has its own."""
-    got = {(a, b): filled(-1) for a in range(3) for b in range(3) if a != b}
-
-    def does(rank: int, group: Any) -> None:
-        peers = [peer for peer in range(3) if peer != rank]
+        peers = [peer for peer in range(size) if peer != rank]
         works = [group.isend(ranks.array(rank, filled(10 * rank + peer)), peer) for peer in peers]
         works += [group.irecv(ranks.array(rank, got[peer, rank]), peer) for peer in peers]
-        for work in works:
-            work.wait()
+        wait_for(works)
+        assert size > 2 or all(work.is_completed() for work in works)
 
-    with mail_world(3) as ranks:
+    with world(size) as ranks:
         uuid = ranks.gpu.uuid
         ranks.gpu.uuid = lambda device: uuid(max(device, 1))  # type: ignore[method-assign]
         ranks.run(does)
-        assert made(ranks) == 8  # four directions
+        assert made(ranks) == (8 if size == 3 else 0)  # four directions
     assert all((host == 10 * a + b).all() for (a, b), host in got.items())
 
 
@@ -458,7 +406,7 @@ def test_the_mailbox_goes_on_while_a_message_waits_for_a_stream() -> None:
             group.recv(ranks.array(0, filled(0)), 1, 3)
             return
         stream = ranks.gpu.new_stream(0)
-        ranks.gpu.queue("kernel", stream, lambda: void(gate.wait(60)))
+        ranks.gpu.queue("kernel", stream, lambda: [gate.wait(60)][:0])
         late = group.irecv(ranks.array(1, got[0], stream), 0, 1)
         group.isend(filled(0), 1, 4)  # through the same mailbox
         group.recv(filled(0), 1, 4)
@@ -469,7 +417,7 @@ def test_the_mailbox_goes_on_while_a_message_waits_for_a_stream() -> None:
         group.send(ranks.array(1, filled(0)), 0, 3)
         ranks.gpu.end_stream(stream)
 
-    with mail_world(2, devices=1) as ranks:
+    with world(2, devices=1) as ranks:
         ranks.run(does)
     assert [host[0] for host in got] == [1, 2]
 
@@ -478,7 +426,3 @@ def test_control_messages() -> None:
     info = RankInfo(b"g" * 16, b"h" * 8, 22005, True, b"\1" * 128)
     control = ControlMessage(3, 5 << 22 | 12, 1 << 40, info, STAGED)
     assert ControlMessage.from_array(control.to_array()) == control
-
-
-def void(_: object) -> None:
-    """Drop a result."""

@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import oracle
 import pytest
-from net.groups import everybody, groups
+from net.groups import everybody
 
 import fastcoll
 from fastcoll import ReduceOp
@@ -24,6 +24,7 @@ from fastcoll.gpu.staged import StagedCarrier
 
 from .fake_array import FakeArray
 from .fake_runtime import FakeRuntime
+from .thread_ranks import served
 
 SIMULATED = pytest.mark.skipif(
     not numba.config.ENABLE_CUDASIM, reason="needs Numba's simulator (NUMBA_ENABLE_CUDASIM=1)"
@@ -40,20 +41,15 @@ class Place:
         if self.fake is None:
             return x
         if x.size:
-            base = x if x.base is None else x.base
-            self.fake.place(base, gpu % self.gpus)
+            self.fake.place(x if x.base is None else x.base, gpu % self.gpus)
         return FakeArray(x)
 
     def put_all(self, xs):
         """Put arrays on the GPUs in turn."""
         return [self.put(x, k) for k, x in enumerate(xs)]
 
-    @contextlib.contextmanager
-    def groups(self, n: int) -> Iterator[list[ProcessGroup]]:
-        with groups(n) as made:
-            for group in made:
-                group.gpus.serve(self.carrier)
-            yield made
+    def groups(self, n: int) -> contextlib.AbstractContextManager[list[ProcessGroup]]:
+        return served(n, self.carrier)
 
     def everybody(self, made, call: Callable):
         results = everybody(made, call)
@@ -91,12 +87,7 @@ class Queued(StreamCall):
 
 
 @pytest.fixture(
-    params=[
-        "host",
-        pytest.param("simulated-1", marks=SIMULATED),
-        pytest.param("simulated-2", marks=SIMULATED),
-        pytest.param("simulated-queueing", marks=SIMULATED),
-    ]
+    params=["host", *(pytest.param(f"simulated-{kind}", marks=SIMULATED) for kind in ("1", "2", "queueing"))]
 )
 def place(request, monkeypatch) -> Iterator[Place]:
     """The kind of memory of the arrays."""
@@ -116,79 +107,76 @@ def inputs(n, many, count, dtype):
     return [[oracle.values(10 * r + j, count, np.dtype(dtype)) for j in range(many)] for r in range(n)]
 
 
+def flat(lists):
+    return [x for mine in lists for x in mine]
+
+
+def run(place, call):
+    """Make a call on two ranks: `call(group, rank)`."""
+    with place.groups(2) as made:
+        place.everybody(made, lambda g: call(g, g.rank))
+
+
 @pytest.mark.parametrize(
     ("op", "dtype"),
     [("SUM", "f4"), ("AVG", "f4"), ("AVG", "i4"), ("MAX", "i4"), ("PREMUL_SUM", "f4"), ("custom", "f4")],
 )
 def test_all_reduce(place, op, dtype):
-    n, many = 2, 3
-    given = inputs(n, many, 5, dtype)
-    flat = [x for mine in given for x in mine]
+    given = inputs(2, 3, 5, dtype)
     if op == "PREMUL_SUM":
-        how, want = ReduceOp.PREMUL_SUM(2.0), sum(flat) * 2
+        how, want = ReduceOp.PREMUL_SUM(2.0), sum(flat(given)) * 2
     elif op == "custom":
-        how, want = ReduceOp.custom(lambda a, b: a), flat[0]
+        how, want = ReduceOp.custom(lambda a, b: a), given[0][0].copy()
     else:
-        how, want = getattr(ReduceOp, op), oracle.reduced(flat, getattr(ReduceOp, op))
-    with place.groups(n) as made:
-        place.everybody(made, lambda g: several.all_reduce(g, place.put_all(given[g.rank]), how, False))
-    for x in flat:
+        how, want = getattr(ReduceOp, op), oracle.reduced(flat(given), getattr(ReduceOp, op))
+    run(place, lambda g, r: several.all_reduce(g, place.put_all(given[r]), how, False))
+    for x in flat(given):
         np.testing.assert_allclose(x, want, rtol=1e-5)
 
 
 def test_reduce_writes_one_array_only(place):
     given = inputs(2, 2, 9, "f8")
-    before = [[x.copy() for x in mine] for mine in given]
-    want = oracle.reduced([x for mine in given for x in mine], ReduceOp.SUM)
+    before = [x.copy() for x in flat(given)]
     for mine in given:
         mine[0].flags.writeable = False
-    with place.groups(2) as made:
-        place.everybody(
-            made, lambda g: several.reduce(g, place.put_all(given[g.rank]), 1, ReduceOp.SUM, 1, False)
-        )
-    np.testing.assert_allclose(given[1][1], want)
-    for r, j in ((0, 0), (0, 1), (1, 0)):
-        assert (given[r][j] == before[r][j]).all()
+    run(place, lambda g, r: several.reduce(g, place.put_all(given[r]), 1, ReduceOp.SUM, 1, False))
+    *others, result = flat(given)
+    np.testing.assert_allclose(result, oracle.reduced(before, ReduceOp.SUM))
+    assert all((x == old).all() for x, old in zip(others, before, strict=False))
 
 
 def test_broadcast(place):
     given = inputs(2, 3, 9, "i2")
     want = given[1][2].copy()
     given[1][2].flags.writeable = False
-    with place.groups(2) as made:
-        place.everybody(made, lambda g: several.broadcast(g, place.put_all(given[g.rank]), 1, 2, False))
-    assert all((x == want).all() for mine in given for x in mine)
+    run(place, lambda g, r: several.broadcast(g, place.put_all(given[r]), 1, 2, False))
+    assert all((x == want).all() for x in flat(given))
 
 
 def test_all_gather(place):
     given = inputs(2, 2, 5, "c8")
     outs = [[[np.zeros(5, "c8") for _ in range(4)] for _ in range(2)] for _ in range(2)]
-    with place.groups(2) as made:
 
-        def call(g):
-            lists = [[place.put(out, k) for out in outputs] for k, outputs in enumerate(outs[g.rank])]
-            several.all_gather(g, lists, place.put_all(given[g.rank]), False)
+    def call(g, r):
+        lists = [[place.put(out, k) for out in outputs] for k, outputs in enumerate(outs[r])]
+        several.all_gather(g, lists, place.put_all(given[r]), False)
 
-        place.everybody(made, call)
-    flat = [x for mine in given for x in mine]
-    for mine in outs:
-        for outputs in mine:
-            assert all((out == x).all() for out, x in zip(outputs, flat, strict=True))
+    run(place, call)
+    for outputs in flat(outs):
+        assert all((out == x).all() for out, x in zip(outputs, flat(given), strict=True))
 
 
 def test_strided_arrays_and_asynchronous_calls(place):
     rooms = [np.arange(24.0).reshape(2, 12) + g for g in range(2)]
     want = sum(room[k, ::3] for room in rooms for k in range(2))
     gaps = [room[:, 1::3].copy() for room in rooms]
-    with place.groups(2) as made:
 
-        def call(g):
-            xs = [place.put(rooms[g.rank][k, ::3], 0) for k in range(2)]
-            work = several.all_reduce(g, xs, ReduceOp.SUM, True)
-            if place.fake is None or place.carrier is StagedCarrier:
-                work.join()
+    def call(g, r):
+        work = several.all_reduce(g, [place.put(rooms[r][k, ::3]) for k in range(2)], ReduceOp.SUM, True)
+        if place.fake is None or place.carrier is StagedCarrier:
+            work.join()
 
-        place.everybody(made, call)
+    run(place, call)
     for room, gap in zip(rooms, gaps, strict=True):
         assert (room[:, ::3] == want).all()
         assert (room[:, 1::3] == gap).all()
@@ -200,17 +188,18 @@ def test_streams_of_all_arrays_are_followed_and_wait(place):
     fake, xs = place.fake, [np.zeros(4), np.zeros(4)]
     fake.place(xs[1], 1)
     streams = [fake.new_stream(0), fake.new_stream(1)]
-    seen = []
+    arrays, seen = [FakeArray(x, s) for x, s in zip(xs, streams, strict=True)], []
+
+    def queue(run):
+        for device, (x, stream) in enumerate(zip(xs, streams, strict=True)):
+            with fake.on(device):
+                fake.queue("kernel", stream, lambda x=x, device=device: run(x, device))
+
     with place.groups(1) as (group,):
-        for device, (x, stream) in enumerate(zip(xs, streams, strict=True)):
-            with fake.on(device):
-                fake.queue("kernel", stream, lambda x=x, device=device: x.fill(device + 1))
-        several.all_reduce(
-            group, [FakeArray(x, s) for x, s in zip(xs, streams, strict=True)], ReduceOp.SUM, False
-        )
-        for device, (x, stream) in enumerate(zip(xs, streams, strict=True)):
-            with fake.on(device):
-                fake.queue("kernel", stream, lambda x=x: seen.append(x.tolist()))
+        queue(lambda x, device: x.fill(device + 1))
+        several.all_reduce(group, arrays, ReduceOp.SUM, False)
+        queue(lambda x, device: seen.append(x.tolist()))
+        for stream in streams:
             fake.end_stream(stream)
     assert seen == [[3.0] * 4] * 2
 
@@ -236,9 +225,7 @@ def test_wrong_calls(place):
             with pytest.raises(ArrayError, match="both be on GPUs"):
                 several.all_reduce(g, [put(x), y], ReduceOp.SUM, False)
         xs = [[np.full(3 + r, 1.0) for _ in range(2)] for r in range(2)]
-        results = everybody(
-            made, lambda g: several.all_reduce(g, [put(x) for x in xs[g.rank]], ReduceOp.SUM, False)
-        )
+        results = everybody(made, lambda g: several.all_reduce(g, [*map(put, xs[g.rank])], total, False))
         assert [type(result) for result in results] == [MismatchError] * 2
         assert all((x == 1).all() for mine in xs for x in mine)
 

@@ -35,7 +35,12 @@ def parent(rank: int) -> Splitting:
 
 
 @pytest.mark.ranks(3)
-def test_all_ranks_split_and_members_get_the_result(rank: int, parent: Splitting) -> None:
+def test_all_ranks_split_or_get_the_error_and_members_get_the_result(rank: int, parent: Splitting) -> None:
+    with pytest.raises(
+        dist.MismatchError, match=r"rank \d asks for ranks \[.*\] with cpu:shm,cuda:nccl, rank"
+    ):
+        dist.new_group([0, 1] if rank == 2 else [0], backend=NCCL)  # also if it is no member
+    assert parent.asked == []
     group = dist.new_group([0, 2], backend=NCCL)
     member = rank != 1
     assert parent.asked == [group if member else None]
@@ -43,12 +48,3 @@ def test_all_ranks_split_and_members_get_the_result(rank: int, parent: Splitting
     assert dist.new_group([rank], backend=NCCL, use_local_synchronization=True).gpus.carrier is None
     assert dist.new_group([0, 1], backend="shm") is not None
     assert len(parent.asked) == 1  # not with local synchronisation, nor for another backend
-
-
-@pytest.mark.ranks(3)
-def test_ranks_that_disagree_get_an_error_even_if_not_members(rank: int, parent: Splitting) -> None:
-    with pytest.raises(
-        dist.MismatchError, match=r"rank \d asks for ranks \[.*\] with cpu:shm,cuda:nccl, rank"
-    ):
-        dist.new_group([0, 1] if rank == 2 else [0], backend=NCCL)
-    assert parent.asked == []
