@@ -1,4 +1,4 @@
-"""Every dtype, operation, count, number of sources and aliasing against NumPy, bit by bit."""
+"""Every dtype, operation, count, number of sources and aliasing against NumPy, bit by bit; special values of floats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
-from oracle import ARITHMETIC, BITS, COMPLEX, DTYPES, LOGICAL, ORDER, ops_for
+from kernels import checks
+from oracle import ARITHMETIC, BITS, COMPLEX, DTYPES, FLOATS, HALVES, LOGICAL, ORDER, ops_for
 
 from fastcoll.core.reduce_op import ReduceOp
 from fastcoll.errors import ArrayError
@@ -51,8 +52,9 @@ def expected(op: ReduceOp, sources: np.ndarray) -> np.ndarray:
     return (parts / parts.dtype.type(len(sources))).view(sources.dtype)
 
 
-def bits(x: np.ndarray) -> np.ndarray:
-    return x.view(np.dtype((np.void, x.itemsize)))
+def assert_same_bits(got: np.ndarray, want: np.ndarray, what: str = "") -> None:
+    bits = np.dtype((np.void, want.itemsize))
+    np.testing.assert_array_equal(got.view(bits), want.view(bits), err_msg=what)
 
 
 @pytest.mark.parametrize(("op", "dtype"), PAIRS, ids=str)
@@ -61,10 +63,9 @@ def test_every_count_number_and_aliasing(reduce, op, dtype):
     for n in NUMBERS:
         for count in COUNTS:
             sources = data[:n, -count:] if count else data[:n, :0]
-            want = bits(expected(op, sources))
+            want = expected(op, sources)
             for into in (None, *sorted({0, n // 2, n - 1})):
-                got = bits(reduce(op, sources, into))
-                np.testing.assert_array_equal(got, want, err_msg=f"n={n} count={count} into={into}")
+                assert_same_bits(reduce(op, sources, into), want, f"n={n} count={count} into={into}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -74,12 +75,11 @@ def test_arrays_may_start_anywhere(reduce, dtype):
     room[:] = rows.reshape(-1).view(np.uint8)
     shifted = room.view(dtype).reshape(rows.shape)
     assert not shifted.flags.aligned or dtype.itemsize == 1
-    address = shifted.ctypes.data
-    table = np.array([address, address + rows[0].nbytes], np.int64)
+    addresses = shifted.ctypes.data + rows[0].nbytes * np.arange(3)
     found = reducer(ReduceOp.SUM, dtype)
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(found.address)
-    call(found.code, address + 2 * rows[0].nbytes, table.ctypes.data, 2, rows.shape[1])
-    np.testing.assert_array_equal(bits(shifted[2].copy()), bits(expected(ReduceOp.SUM, rows[:2])))
+    call(found.code, int(addresses[2]), addresses.ctypes.data, 2, rows.shape[1])
+    assert_same_bits(shifted[2].copy(), expected(ReduceOp.SUM, rows[:2]))
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype not in COMPLEX], ids=str)
@@ -88,27 +88,31 @@ def test_truth_values(reduce, op, dtype):
     for n in NUMBERS:
         for count in (1, 5, 1000):
             sources = np.array([oracle.truths(rank, count, dtype) for rank in range(n)])
-            got, want = reduce(op, sources, None), oracle.reduced(sources, op)
-            np.testing.assert_array_equal(bits(got), bits(want), err_msg=f"n={n} count={count}")
+            assert_same_bits(reduce(op, sources), oracle.reduced(sources, op), f"n={n} count={count}")
 
 
-def test_any_byte_but_zero_is_true(reduce):
-    sources = np.array([[0, 1, 2, 255], [0, 0, 4, 1]], np.uint8).view(bool)
-    assert reduce(ReduceOp.BXOR, sources).view(np.uint8).tolist() == [0, 1, 0, 0]
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+@pytest.mark.parametrize("dtype", [*FLOATS, *HALVES], ids=str)
+@pytest.mark.parametrize("op", [*ORDER, *ARITHMETIC, ReduceOp.AVG], ids=str)
+def test_special_values_are_as_numpys_and_have_the_same_bits_in_every_destination(reduce, op, dtype):
+    rows = np.tile(checks.corners(dtype), 30)  # long enough for vector loops and their remainders
+    for sources in (rows, np.vstack([rows, rows[:1, ::-1]])):
+        first, *others = [reduce(op, sources, into) for into in (None, *range(len(sources)))]
+        np.testing.assert_array_equal(first.astype("d"), oracle.reduced(sources, op).astype("d"))
+        assert {other.tobytes() for other in others} == {first.tobytes()}
 
 
-def test_an_average_of_integers_is_truncated_towards_zero(reduce):
-    sources = np.array([[-3, 3, -4, 127], [0, 0, 0, 0]], np.int8)
-    assert reduce(ReduceOp.AVG, sources).tolist() == [-1, 1, -2, 63]
-    big = np.array([[2**63 - 1, -(2**63)], [0, 0]], np.int64)
-    assert reduce(ReduceOp.AVG, big).tolist() == [2**62 - 1, -(2**62)]
-    assert reduce(ReduceOp.AVG, np.array([[2**64 - 1], [0]], np.uint64)).tolist() == [2**63 - 1]
+@pytest.mark.parametrize("dtype", [*FLOATS, *HALVES], ids=str)
+@pytest.mark.parametrize("op", ORDER, ids=str)
+def test_the_first_of_equal_zeros_wins_wherever_the_result_goes(reduce, op, dtype):
+    rows = np.array([[0.0, -0.0] * 500, [-0.0, 0.0] * 500], dtype)
+    for into in (None, 0, 1):
+        np.testing.assert_array_equal(np.signbit(reduce(op, rows, into)), np.signbit(rows[0]))
 
 
-def test_a_reducer_is_made_once():
-    first = reducer(ReduceOp.SUM, np.dtype("f"))
-    assert reducer(ReduceOp.SUM, np.dtype("float32")) is first
-    assert reducer(ReduceOp.MAX, np.dtype("f")).address == first.address
+@pytest.mark.parametrize("check", checks.ALWAYS)
+def test_always(reduce, check):
+    check(reduce)
 
 
 @pytest.mark.parametrize(("op", "dtype"), REFUSED, ids=str)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from kernels.checks import LARGER, NOT_COMPILABLE
 from kernels.cuda.fake_driver import HOPPER, Library
 
 from fastcoll.core.reduce_op import ReduceOp
@@ -17,11 +19,24 @@ from fastcoll.kernels.cuda.driver import CudaDriver
 pytestmark = pytest.mark.usefixtures("compiler")
 
 
-def ptx(op: ReduceOp, dtype: Any, n: int) -> str:
-    from fastcoll.kernels.cuda.kernel import compile_ptx
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Library], None]:
+    """Make kernels load and launch through a library that only records."""
+    from fastcoll.kernels.cuda import kernel
+
+    return lambda library: monkeypatch.setattr(kernel, "driver", lambda: CudaDriver(library))
+
+
+def reducer(op: ReduceOp, dtype: Any) -> Any:
     from fastcoll.kernels.cuda.reducers import CudaReducer
 
-    text, name = compile_ptx(CudaReducer(op, np.dtype(dtype)).kernel(n), 4, (n,), HOPPER)
+    return CudaReducer(op, np.dtype(dtype))
+
+
+def ptx(op: ReduceOp, dtype: Any, n: int) -> str:
+    from fastcoll.kernels.cuda.kernel import compile_ptx
+
+    text, name = compile_ptx(reducer(op, dtype).kernel(n), 4, (n,), HOPPER)
     assert f".entry {name}(" in text
     return text
 
@@ -57,15 +72,11 @@ def test_complex_products_are_not_fused(dtype: str) -> None:
     assert "mul.rn" in text
 
 
-def larger(a, b):
-    return a if a.value > b.value else b
-
-
 @pytest.mark.parametrize(
     "dtype", [[("value", "f8"), ("index", "i8")], [("index", "i4"), ("tag", "S3"), ("value", "f4")]], ids=str
 )
 def test_records_compile_also_unaligned_ones(dtype: Any) -> None:
-    assert ".entry" in ptx(ReduceOp.custom(larger), dtype, 3)
+    assert ".entry" in ptx(LARGER, dtype, 3)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -77,35 +88,29 @@ def test_packing_moves_16_bytes_at_once(packing: bool) -> None:
     assert text.count("ld.global.v2.u64") == text.count("st.global.v2.u64") > 0
 
 
-def test_a_launch_passes_all_words_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.kernels.cuda import kernel as launch
-    from fastcoll.kernels.cuda import reducers as reduce
-
-    library = Library([HOPPER])
-    monkeypatch.setattr(launch, "driver", lambda: CudaDriver(library))
-    reducer = reduce.CudaReducer(ReduceOp.SUM, np.dtype("f4"))
-    reducer.launch(0x10000, [0x20000, 0x30000], 1003, 77)
-    reducer.launch(0x10000, [0x20000, 0x30004], 1003)
-    reducer.launch(0x10008, [0x20008, 0x30008], 1003)
+def test_a_launch_passes_all_words_in_order(use: Callable[[Library], None]) -> None:
+    use(library := Library([HOPPER]))
+    add = reducer(ReduceOp.SUM, "f4")
+    add.launch(0x10000, [0x20000, 0x30000], 1003, 77)
+    add.launch(0x10000, [0x20000, 0x30004], 1003)
+    add.launch(0x10008, [0x20008, 0x30008], 1003)
     assert [code[:4] for code in library.loaded] == [b"\x7fELF"], "one cubin"
     assert [(launched[1], launched[2], launched[3]) for launched in library.launches] == [
         ((1, 1, 1, 256, 1, 1, 0), 77, [0x10000, 0, 250, 1003, 0x20000, 0x30000]),
         ((4, 1, 1, 256, 1, 1, 0), 0, [0x10000, 1003, 0, 1003, 0x20000, 0x30004]),
         ((1, 1, 1, 256, 1, 1, 0), 0, [0x10008, 2, 250, 1003, 0x20008, 0x30008]),
     ]
-    reducer.launch(0x10000, [0x20000, 0x30000], 1 << 30)
+    add.launch(0x10000, [0x20000, 0x30000], 1 << 30)
     assert library.launches[-1][1][0] == 132 * 8, "no more blocks than fit"
     with pytest.raises(ArrayError, match="aligned to 4 bytes"):
-        reducer.launch(0x10000, [0x20000, 0x30002], 5)
+        add.launch(0x10000, [0x20000, 0x30002], 5)
 
 
 @pytest.mark.parametrize("dtype", [*oracle.FLOATS, *oracle.HALVES, *oracle.COMPLEX], ids=str)
-def test_a_factor_goes_with_the_launch(dtype: np.dtype[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.kernels.cuda import kernel as launch
+def test_a_factor_goes_with_the_launch(dtype: np.dtype[Any], use: Callable[[Library], None]) -> None:
     from fastcoll.kernels.cuda import packing
 
-    library = Library([HOPPER])
-    monkeypatch.setattr(launch, "driver", lambda: CudaDriver(library))
+    use(library := Library([HOPPER]))
     packing._scaler.cache_clear()
     packing.scale(0x1000, 0x2000, 5, dtype, -1.5, 7)
     packing._scaler.cache_clear()  # the one of this library
@@ -116,43 +121,32 @@ def test_a_factor_goes_with_the_launch(dtype: np.dtype[Any], monkeypatch: pytest
     assert np.frombuffer(bits, dtype).tolist() == [-1.5]
 
 
-def test_a_failing_compiler_raises_unavailable_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.kernels.cuda import kernel as launch
-    from fastcoll.kernels.cuda import reducers as reduce
+def test_a_failing_compiler_raises_unavailable_error(
+    use: Callable[[Library], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastcoll.kernels.cuda import kernel
 
     def fail(*args: Any) -> Any:
         raise AttributeError("module 'numpy' has no attribute 'row_stack'")
 
-    monkeypatch.setattr(launch, "driver", lambda: CudaDriver(Library()))
-    monkeypatch.setattr(launch, "compile_ptx", fail)
+    use(Library())
+    monkeypatch.setattr(kernel, "compile_ptx", fail)
     with pytest.raises(UnavailableError, match=r"\(AttributeError: .*row_stack.*\): pip install") as caught:
-        reduce.CudaReducer(ReduceOp.SUM, np.dtype("f4")).launch(16, [16, 32], 4)
+        reducer(ReduceOp.SUM, "f4").launch(16, [16, 32], 4)
     assert isinstance(caught.value.__cause__, AttributeError)
-    records = np.dtype([("value", "f8")])
     with pytest.raises(UsageError, match=r"cannot compile the function 'larger'.*says: module 'numpy'"):
-        reduce.CudaReducer(ReduceOp.custom(larger), records).launch(16, [16, 32], 4)
+        reducer(LARGER, [("value", "f8")]).launch(16, [16, 32], 4)
 
 
-def test_devices_of_several_kinds_share_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.kernels.cuda import kernel as launch
-    from fastcoll.kernels.cuda import reducers as reduce
-
-    library = Library([HOPPER, (8, 6)])
-    monkeypatch.setattr(launch, "driver", lambda: CudaDriver(library))
-    reduce.CudaReducer(ReduceOp.SUM, np.dtype("f4")).launch(0x10000, [0x20000], 3)
+def test_devices_of_several_kinds_share_ptx(use: Callable[[Library], None]) -> None:
+    use(library := Library([HOPPER, (8, 6)]))
+    reducer(ReduceOp.SUM, "f4").launch(0x10000, [0x20000], 3)
     assert b".target sm_86" in library.loaded[0]
     assert library.loaded[0].endswith(b"\0")
 
 
-@pytest.mark.parametrize(
-    "function",
-    [lambda a, b: a.none + b, lambda a: a, lambda a, b: None, lambda a, b: (a, b), lambda a, b: a + 1j * b],
-)
-def test_uncompilable_functions_are_refused_by_name(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastcoll.kernels.cuda import kernel as launch
-    from fastcoll.kernels.cuda import reducers as reduce
-
-    monkeypatch.setattr(launch, "driver", lambda: CudaDriver(Library()))
-    reducer = reduce.CudaReducer(ReduceOp.custom(function, "odd"), np.dtype("f4"))
+@pytest.mark.parametrize("function", NOT_COMPILABLE)
+def test_uncompilable_functions_are_refused_by_name(function: Any, use: Callable[[Library], None]) -> None:
+    use(Library())
     with pytest.raises(UsageError, match=r"'odd' for CUDA and elements of dtype float32.* Numba says: \w"):
-        reducer.launch(16, [16, 32], 4)
+        reducer(ReduceOp.custom(function, "odd"), "f4").launch(16, [16, 32], 4)
