@@ -53,6 +53,10 @@ class _Stop(BaseException):
     """A thread has reached a step."""
 
 
+class _Full(BaseException):
+    """A program uses more shared words than a state has room for."""
+
+
 class Machine:
     """The memory as seen by one thread, which is replayed with the values that it read before, up to its next step."""
 
@@ -249,7 +253,6 @@ class Node:
 
 
 State = tuple[tuple[Node, ...], tuple[Any, ...]]
-_WORDS = 512
 
 
 class Explorer:
@@ -266,6 +269,9 @@ class Explorer:
     def __init__(self, program: Any, threads: int, again: bool = False) -> None:
         self.program, self.threads, self.again = program, threads, again
         self._index: dict[int, int] = {}
+        self._room = (
+            32  # shared words of a state; it takes twice as long to visit states of 512 words as of 128
+        )
         self._roots: dict[Root, Node] = {}
 
     def explore(self, most: int = 1 << 20) -> int:
@@ -274,7 +280,14 @@ class Explorer:
         Raises:
             AssertionError: a wrong result, a race or a deadlock, with the steps that lead to it.
         """
-        words: list[Any] = [0] * _WORDS
+        while True:
+            try:
+                return self._explore(most)
+            except _Full:
+                self._room *= 2
+
+    def _explore(self, most: int) -> int:
+        words: list[Any] = [0] * self._room
         for address, value in getattr(self.program, "shared", {}).items():
             words[self._at(address)] = value
         nodes = [self._enter(Root(k, *_frozen(*self.program.begin(k)))) for k in range(self.threads)]
@@ -312,7 +325,8 @@ class Explorer:
         """Describe the address of a shared word."""
         assert address % 8 == 0
         place = self._index.setdefault(address, len(self._index))
-        assert place < _WORDS
+        if place >= self._room:
+            raise _Full
         return place
 
     def _after(self, state: State, thread: int) -> State:
