@@ -36,13 +36,7 @@ class Call(NamedTuple):
         words = [int(each) for each in rest if each.isdigit()]
         lags = [int(lag) for lag in given.get("+", "0").split("/")]
         direct = [which == "1" for which in given.get("%", str(int("direct" in rest))).split("/")]
-        return cls(
-            kind,
-            *(words or [1]),
-            int(given.get("@", "0")),
-            tuple(lags * 4),
-            tuple(direct * 4),
-        )
+        return cls(kind, *(words or [1]), int(given.get("@", "0")), tuple(lags * 4), tuple(direct * 4))
 
     def words_of(self, rank: int) -> int:
         """Number of words that a rank contributes, or claims to contribute or to receive."""
@@ -126,9 +120,8 @@ class World:
         if not how & (r.RESUMED | r.HELD):
             given = call.given(number + 1, rank)
             m.store_words(self.array(rank, IN), given)
-            m.store_words(
-                self.array(rank, OUT), given if call.kind == "all_reduce" else [0] * self.outputs(call)
-            )
+            before = given if call.kind == "all_reduce" else [0] * self.outputs(call)
+            m.store_words(self.array(rank, OUT), before)
         assert r.take(CONTEXT | how) == CONTEXT, "the call before has ended with the context taken"
         code = self.enter(call, rank, CONTEXT | how)
         if code == UNMAPPED:
@@ -189,14 +182,8 @@ class World:
         return signature.encode(kind) | call.root_of(rank) << signature.ROOT_SHIFT
 
     def enter(self, call: Call, rank: int, h: int) -> int:
-        c, made, m, given, taken = (
-            CONTEXT,
-            self.made,
-            self.machine,
-            self.array(rank, IN),
-            self.array(rank, OUT),
-        )
-        at, v = made.context_layout, made.validate
+        c, made, m = CONTEXT, self.made, self.machine
+        given, taken, at, v = self.array(rank, IN), self.array(rank, OUT), made.context_layout, made.validate
         nbytes = 8 * call.words_of(rank)
         word, root = self.word(call, rank), call.root_of(rank)
         m.store_words(WHAT, (word ^ root << signature.ROOT_SHIFT, 0, 0, 8))

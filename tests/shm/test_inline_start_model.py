@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shm.stepping import AFTER, is_step
+from shm.stepping import is_step
 
 from fastcoll.core import work as core_work
 from fastcoll.core.gate import Gate
@@ -60,10 +60,18 @@ class Task:
 
 
 class Scheduler:
-    """Runs tasks one at a time; `choose(enabled, current)` returns the task that goes on at each point."""
+    """Runs tasks one at a time.
 
-    def __init__(self, choose: Callable[[list[int], int], int], file: str) -> None:
-        self.choose, self.file = choose, file
+    Args:
+        choose: `choose(enabled, current)` returns the task that goes on at each point.
+        file: of the code whose steps are points.
+        at_step: called in a task before each of its steps.
+    """
+
+    def __init__(
+        self, choose: Callable[[list[int], int], int], file: str, at_step: Callable[[Task], None]
+    ) -> None:
+        self.choose, self.file, self.at_step = choose, file, at_step
         self.tasks: list[Task] = []
         self.current, self.over, self.choosing = -1, False, False
         self.done = threading.Semaphore(0)
@@ -113,6 +121,7 @@ class Scheduler:
         frame.f_trace_opcodes = True
         if event == "opcode" and is_step(frame, task.last):
             self.point()
+            self.at_step(task)
         return lambda frame, event, _: self._trace(task, frame, event)
 
     def point(self, until: Callable[[], bool] | None = None) -> None:
@@ -128,11 +137,8 @@ class Scheduler:
 
     def _go(self, before: int) -> None:
         self.choosing = True  # the conditions are code of the file as well
-        enabled = [
-            number
-            for number, task in enumerate(self.tasks)
-            if not task.ended and (task.until is None or task.until())
-        ]
+        waiting = [task.ended or (task.until is not None and not task.until()) for task in self.tasks]
+        enabled = [number for number, waits in enumerate(waiting) if not waits]
         self.choosing = False
         left = [task.name for task in self.tasks if not task.ended and not task.daemon]
         if self.found is not None or not left or not enabled:
@@ -204,25 +210,20 @@ class Condition:
     """A Condition of cooperative threads; entering it is one step."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler, self.holder, self.depth = scheduler, -1, 0
+        self.scheduler, self.is_held = scheduler, False
 
-    def __enter__(self) -> Condition:
-        me = self.scheduler.current
-        if self.holder not in (-1, me):
-            self.scheduler.point(lambda: self.holder == -1)
-        self.holder, self.depth = me, self.depth + 1
-        return self
+    def __enter__(self) -> None:
+        if self.is_held:
+            self.scheduler.point(lambda: not self.is_held)
+        self.is_held = True
 
     def __exit__(self, *_: Any) -> None:
-        self.depth -= 1
-        if not self.depth:
-            self.holder = -1
+        self.is_held = False
 
     def wait_for(self, condition: Callable[[], bool], _: float) -> None:
-        me, depth = self.scheduler.current, self.depth
-        self.holder, self.depth = -1, 0
-        self.scheduler.point(lambda: condition() and self.holder == -1)
-        self.holder, self.depth = me, depth
+        self.is_held = False
+        self.scheduler.point(lambda: condition() and not self.is_held)
+        self.is_held = True
 
     def notify_all(self) -> None:
         pass
@@ -278,7 +279,7 @@ class Model:
         self.works: dict[int, Any] = {}
         self.ended: dict[int, BaseException | None] = {}
         self.jobs: list[tuple[int, Any]] = []
-        self.scheduler = Scheduler(schedule, str(module.__file__))
+        self.scheduler = Scheduler(schedule, str(module.__file__), self._interrupt)
         made, mine = self.scheduler.start, self
         coop = SimpleNamespace(
             Condition=lambda: Condition(mine.scheduler),
@@ -292,7 +293,7 @@ class Model:
             patch.setattr(module, "watch", SimpleNamespace(call=self._watched))
             self.inline = module.InlineStart(self.gate, self.context, self._resume, self._torn, 1)
             for number, program in enumerate(self.programs):
-                made(f"caller {number}", lambda p=program, first=number == 0: self._caller(p, first))
+                made(f"caller {number}", lambda p=program: self._caller(p))
             made("progress", self._progress, True)
             made("peer", self._peer, True)
             if ends:
@@ -315,10 +316,8 @@ class Model:
             if self.interrupted and isinstance(self.ended.get(k, KeyboardInterrupt()), KeyboardInterrupt):
                 continue  # not begun, or complete, or its group has failed
             assert (self.ended[k] is None) == (k in self.read), f"call {k} has the wrong outcome"
-        well = not (self.ends or self.dies or self.interrupted or self.mismatch or self.changed)
-        assert not well or sorted(self.read) == sorted(k for program in calls for k in program), (
-            "calls failed"
-        )
+        if not (self.ends or self.dies or self.interrupted or self.mismatch or self.changed):
+            assert sorted(self.read) == sorted(k for program in calls for k in program), "calls failed"
 
     # ---- the package's other code, reduced to what matters here
 
@@ -386,16 +385,12 @@ class Model:
 
     # ---- threads
 
-    def _caller(self, program: list[tuple[str, int]], first: bool) -> None:
-        if first and self.left:
-            sys.settrace(self._interrupting(sys.gettrace()))
-        try:
+    def _caller(self, program: list[tuple[str, int]]) -> None:
+        with suppress(KeyboardInterrupt):
             for op, k in program:
                 self.scheduler.point()
                 with suppress(AbortedError, MismatchError, PeerDiedError):
                     getattr(self, "_" + op)(self.Entry(self, k), k)
-        except KeyboardInterrupt:
-            pass
 
     def _async(self, entry: Any, k: int) -> None:
         try:
@@ -503,26 +498,13 @@ class Model:
         self.scheduler.point(lambda: self.words[words.BUSY] == 0)
         self.words[words.BUSY], self.mapped = -2, False
 
-    # ---- a signal handler that raises an exception, at one step of the first caller
-
-    def _interrupting(self, trace: Any) -> Any:
-        def interrupt(frame: FrameType, event: str, arg: Any) -> Any:
-            inner = trace(frame, event, arg)
-            if inner is None:
-                return None
-            return self._interrupting(inner)
-
-        def counted(frame: FrameType, event: str, arg: Any) -> Any:
-            before = self.scheduler.tasks[0].last.get(frame, "RESUME")
-            after = interrupt(frame, event, arg)
-            if event == "opcode" and before.startswith(AFTER) and self.left:
-                self.left -= 1
-                if not self.left:
-                    self.interrupted = True
-                    raise KeyboardInterrupt
-            return after
-
-        return counted
+    def _interrupt(self, task: Task) -> None:
+        """Act as a signal handler that raises an exception, at one step of the first caller."""
+        if self.left and task is self.scheduler.tasks[0]:
+            self.left -= 1
+            if not self.left:
+                self.interrupted = True
+                raise KeyboardInterrupt
 
 
 def explored(*programs: str, seeds: int = 300, **options: Any) -> None:
@@ -576,9 +558,9 @@ def test_an_exception_at_any_step_of_the_caller_leaves_nothing_behind(program: s
     assert max(steps) > 20
 
 
-def planted(old: str, new: str) -> ModuleType:
-    """Return inline_start.py with one change."""
-    source = inspect.getsource(inline_start)
+def planted(change: str) -> ModuleType:
+    """Return inline_start.py with one change: "this => that"."""
+    source, (old, new) = inspect.getsource(inline_start), change.split(" => ")
     assert source.count(old) == 1, old
     made = ModuleType(inline_start.__name__)
     made.__file__ = f"inline_start with {new}"
@@ -588,42 +570,26 @@ def planted(old: str, new: str) -> ModuleType:
 
 
 FAULTS = {
-    "the watcher is not woken": ("elif not self._awake:", "elif False:"),
-    "the watcher sleeps without a second look": (
-        "if self._busy[0] != OPEN and not self._gate.closed:",
-        "if True:",
-    ),
-    "a closed group is not noticed": (
-        "if self._gate.closed:\n            self.close()",
-        "if False:\n            pass",
-    ),
-    "an open call is not failed": ("        if take_over.call(self._c) == DONE:", "        if False:"),
-    "an open call is taken by two": ("if take_over.call(self._c) != DONE:", "if self._busy[0] != OPEN:"),
-    "an open call is kept": (
-        "self._open, work = work, None\n                    self._busy[0] = OPEN",
-        "pass",
-    ),
-    "the Work is set late": (
-        "        self._open = work\n        self._busy[0] = OPEN\n        self._look_after_open_call()\n        return",
-        "        self._busy[0] = OPEN\n        self._look_after_open_call()\n        self._open = work\n        return",
-    ),
-    "the Work stays": (
-        "work, self._open = self._open, None\n            assert",
-        "work = self._open\n            assert",
-    ),
-    "the Work is not completed": (
-        "            return True\n        work.complete()",
-        "            return True",
-    ),
-    "the error is lost": ("work.complete(error=reason)", "work.complete()"),
-    "a broken call counts as not begun": ("return BROKEN if begun", "return NOT_BEGUN if begun"),
-    "a call is begun anew": ("self._c | (RESUMED | BRIEF if briefly else RESUMED)", "self._c | BRIEF"),
-}
+    "the watcher is not woken": "elif not self._awake: => elif False:",
+    "the watcher sleeps without a second look": "if self._busy[0] != OPEN and not self._gate.closed: => if True:",
+    "a closed group is not noticed": "if self._gate.closed:\n            self.close() => if False:\n            pass",
+    "an open call is not failed": "        if take_over.call(self._c) == DONE: =>         if False:",
+    "an open call is taken by two": "if take_over.call(self._c) != DONE: => if self._busy[0] != OPEN:",
+    "an open call is kept": "self._open, work = work, None\n                    self._busy[0] = OPEN => pass",
+    "the Work is set late":
+        "self._open = work\n        self._busy[0] = OPEN\n        self._look_after_open_call()\n        return => "
+        "self._busy[0] = OPEN\n        self._look_after_open_call()\n        self._open = work\n        return",
+    "the Work stays": "self._open = self._open, None\n            assert => _ = self._open, None\n            assert",
+    "the Work is not completed": "            return True\n        work.complete() =>             return True",
+    "the error is lost": "work.complete(error=reason) => work.complete()",
+    "a broken call counts as not begun": "return BROKEN if begun => return NOT_BEGUN if begun",
+    "a call is begun anew": "self._c | (RESUMED | BRIEF if briefly else RESUMED) => self._c | BRIEF",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_model_finds(name: str) -> None:
-    module = planted(*FAULTS[name])
+    module = planted(FAULTS[name])
 
     def all_programs() -> None:
         for option in ({}, {"changed": 1}, {"mismatch": 1}, {"ends": "close"}, {"ends": "abort"}):

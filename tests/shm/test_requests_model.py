@@ -44,9 +44,8 @@ class World:
         }
         self.machine, self.made = load(plant, rings=sizes, requests=steps)
         self.made.requests._release = self.release
-        self.threads = [
-            (int(rank), program.split(", ")) for rank, program in (t.split(": ") for t in threads)
-        ]
+        pairs = [thread.split(": ") for thread in threads]
+        self.threads = [(int(rank), program.split(", ")) for rank, program in pairs]
         r = self.made.rings
         words = {
             r.SIZE: RANKS,

@@ -97,22 +97,18 @@ class World:
             e = self.sent(e._replace(queued=tuple(rest)), index)
         # The engine publishes its remaining work to the kernels.
         busy = bool(e.queued or e.unacked or e.posted or e.arriving >= 0 or e.owed)
-        self.set(BEHIND=int(busy), BUSY=0)
-        self.set_channel(WATCHED=len(e.posted), OWED=len(e.owed))
+        self.set(MAILBOX, BEHIND=int(busy), BUSY=0)
+        self.set(self.channel, WATCHED=len(e.posted), OWED=len(e.owed))
         return e
 
     def progress(self, e: Engine) -> int:
         """Return the next event."""
-        self.set(BUSY=1)
+        self.set(MAILBOX, BUSY=1)
         return int(self.made.ring_kernels.advance(MAILBOX, e.handled, 1))
 
-    def set(self, **words: int) -> None:
+    def set(self, table: int, **words: int) -> None:
         for name, value in words.items():
-            self.machine.store(MAILBOX + 8 * getattr(self.made.rings, name), value)
-
-    def set_channel(self, **words: int) -> None:
-        for name, value in words.items():
-            self.machine.store(self.channel + 8 * getattr(self.made.rings, name), value)
+            self.machine.store(table + 8 * getattr(self.made.rings, name), value)
 
     def of_channel(self, name: str) -> int:
         return self.machine.load(self.channel + 8 * getattr(self.made.rings, name))
@@ -133,10 +129,10 @@ class World:
         """Expected message of a receive: for each tag, the n-th receive posted gets the n-th message sent."""
         tag = self.program[index][1]
         before = sum(op.endswith("recv") and t == tag for op, t, _ in self.program[:index])
-        theirs = [
+        sent = [
             k for k, (op, t, _) in enumerate(self.programs[self.peer]) if op.endswith("send") and t == tag
         ]
-        return self.content(self.peer, theirs[before])
+        return self.content(self.peer, sent[before])
 
     def call(self, e: Engine) -> Engine:
         """Make the call at `pc`."""

@@ -33,8 +33,7 @@ def found(table: SymmetricTable, address: int, nbytes: int) -> tuple[int, int] |
 
 def new_table() -> SymmetricTable:
     table = SymmetricTable(np.zeros(SYMMETRIC + 1, np.int64))
-    table.add(keep := Owner(), 1 << 40, 0, 1, 0)
-    del keep
+    table.add(Owner(), 1 << 40, 0, 1, 0)  # whose row is free again
     return table
 
 
@@ -55,9 +54,8 @@ def test_rows_are_removed_and_reused() -> None:
     assert [found(table, 1000 * n + 1005, 5) for n in range(100)] == [(n, 8) for n in range(100)]
     rows = table._words[0]
     del owner, owners[1::2]
-    assert [found(table, 1000 * n + 1005, 5) for n in range(100)] == [
-        None if n % 2 else (n, 8) for n in range(100)
-    ]
+    left = [None if n % 2 else (n, 8) for n in range(100)]
+    assert [found(table, 1000 * n + 1005, 5) for n in range(100)] == left
     for turn in range(500):
         passing = Owner()
         table.add(passing, 10**6, 10, turn, 8)
