@@ -2,63 +2,34 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from shm.groups import holdings, mappings
 
 import fastcoll as dist
-from fastcoll.shm import arena
 
 BYTES_A_RANK = 4 << 20
 WARM_UP = 30
 
 
-def segments() -> list[int]:
-    """Sizes of groups' mappings in this process, without the arena, which an earlier test may have created."""
-    found = []
-    own_arena = os.readlink(f"/proc/self/fd/{arena.descriptor()}") if arena.exists() else "none"
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "/dev/shm/fastcoll-" in line and own_arena not in line:
-            start, end = (int(part, 16) for part in line.split()[0].split("-"))
-            found.append(end - start)
-    return found
-
-
 @pytest.mark.ranks(1, 2, 3)
 def test_a_real_group_maps_no_more(rank: int, world_size: int) -> None:
-    before = segments()
+    before = mappings()
     group = dist.new_group()
     dist.barrier()
-    assert len(segments()) == len(before) + 1
-    assert all(0 < nbytes <= world_size * BYTES_A_RANK for nbytes in segments())
+    assert len(mappings()) == len(before) + 1
+    assert all(0 < nbytes <= world_size * BYTES_A_RANK for nbytes in mappings())
     dist.destroy_process_group(group)
-    assert segments() == before
+    assert mappings() == before
 
 
-def descriptors() -> list[str]:
-    """Open descriptors, without pidfds, which are opened in the first long wait for a peer."""
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the one that lists them
-            found.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return [file for file in found if "pidfd" not in file]
-
-
-def holdings() -> dict[str, int]:
-    """System resources that this process holds."""
-    gc.collect()
-    return {
-        "descriptors": len(descriptors()),
-        "threads": threading.active_count(),
-        "segments": len(segments()),
-        "names": len([name for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name]),
-    }
+def all_holdings() -> dict[str, int]:
+    return holdings() | {"threads": threading.active_count()}
 
 
 def resident_bytes() -> int:
@@ -83,14 +54,14 @@ def live(groups: int) -> None:
 )
 def test_groups_made_and_destroyed_leave_nothing(rank: int, world_size: int, groups: int) -> None:
     live(WARM_UP)
-    before, resident = holdings(), resident_bytes()
+    before, resident = all_holdings(), resident_bytes()
     live(groups)
     dist.barrier()
-    after = holdings()  # and collect garbage: a group is a cycle of objects, with tables of 30 KiB
+    after = all_holdings()  # and collect garbage: a group is a cycle of objects, with tables of 30 KiB
     grown = resident_bytes() - resident
     end = time.monotonic() + 60
     while any(after[what] > before[what] for what in before) and time.monotonic() < end:
-        after = holdings()  # a thread of the last group may not have ended
+        after = all_holdings()  # a thread of the last group may not have ended
     # Fewer are fine: an idle thread of the pool of ranks may end in between.
     assert all(after[what] <= before[what] for what in before), f"{before} became {after}"
     # The tables of a segment would be 30 KiB a group. Rank 0 keeps the keys in its store: 0.8 KiB.
