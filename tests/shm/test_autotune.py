@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from shm.groups import assert_same_everywhere, rows_of
 
 import fastcoll as dist
 from fastcoll.compiler.jit import entry
@@ -16,7 +17,6 @@ from fastcoll.kernels.pyobjects import Index, integer
 from fastcoll.shm import autotune, tuning_table
 from fastcoll.shm import context_layout as at
 
-SLOT = 256 << 10
 LARGE = 1 << 20  # bytes, several rounds
 ALL_REDUCE = signature.code_of("all_reduce")
 
@@ -57,6 +57,13 @@ class Learner:
 
     def run(self, number, times, **options):
         return [self.call(times, **options) for _ in range(number)]
+
+    @classmethod
+    def of(cls, number, times, known=None):
+        """Return a rank that has made some calls."""
+        learner = cls(known)
+        learner.run(number, times)
+        return learner
 
 
 @pytest.mark.parametrize("algorithms", [2, 3, autotune.ALGORITHMS])
@@ -123,44 +130,36 @@ def test_short_programs_also_try_others_at_the_same_share():
 
 
 def test_an_algorithm_of_more_than_twice_the_best_time_backs_off_for_long():
-    learner = Learner([1000, 2100, 30_000])
-    went = learner.run(autotune.LONG - 10, [1000, 2100, 30_000])
-    assert set(went) == {0}
+    times = [1000, 2100, 30_000]
+    assert set(Learner(times).run(autotune.LONG - 10, times)) == {0}
     # Without cached times it is tried, and tried again, because one bad time may have another cause.
-    went = Learner().run(autotune.LONG, [1000, 2100, 30_000])
-    assert went[autotune.WARM + autotune.LOOK * 6 :].count(1) <= 1
-    assert went[autotune.WARM + autotune.LOOK * 6 :].count(2) <= 1
+    went = Learner().run(autotune.LONG, times)[autotune.WARM + autotune.LOOK * 6 :]
+    assert went.count(1) <= 1
+    assert went.count(2) <= 1
 
 
 @pytest.mark.parametrize("times", [[800, 1000, 1000], [1000, 1600, 1000], [1000, 40_000, 1000]])
 def test_an_algorithm_that_has_become_slow_is_replaced(times):
-    learner = Learner()
-    learner.run(500, [1000, 800, 1000])
-    assert learner.run(300, times)[-50:].count(1) <= 2
+    assert Learner.of(500, [1000, 800, 1000]).run(300, times)[-50:].count(1) <= 2
 
 
 @pytest.mark.parametrize("known", [None, [1000, 800, 900]])
 def test_an_algorithm_that_has_become_fast_is_found(known):
-    learner = Learner(known)
-    learner.run(500, [1000, 800, 900])
+    learner = Learner.of(500, [1000, 800, 900], known)
     assert learner.run(200, [1000, 800, 100])[-100:].count(2) > 90
     learner.run(500, [1000, 4000, 2500])
     # With more than twice the best time it is tried after LONG calls.
-    went = learner.run(2 * autotune.LONG, [1000, 100, 2500])
-    assert went[-100:].count(1) > 95
+    assert learner.run(2 * autotune.LONG, [1000, 100, 2500])[-100:].count(1) > 95
 
 
 def test_a_call_uses_the_best_of_its_possible_algorithms():
-    learner = Learner()
-    for _ in range(200):
-        learner.call([1000, 900, 1000, 500])
+    learner = Learner.of(200, [1000, 900, 1000, 500])
     choose.call(address_of(learner.table), ALL_REDUCE, LARGE, 0b111)
     assert learner.table[autotune.ALGORITHM] == 1
 
 
 def test_one_slow_call_or_a_small_difference_changes_nothing():
-    learner = Learner()
-    learner.run(500, [1000, 800, 1000])
+    learner = Learner.of(500, [1000, 800, 1000])
     learner.call([1060, 860, 1060])
     assert learner.run(60, [1000, 800, 1000]).count(1) > 50
     learner = Learner()
@@ -190,19 +189,6 @@ def test_classes_cover_all_sizes():
 # ---- in real groups --------------------------------------------------------------------------------------
 
 
-def rows(group):
-    """The rows of a rank's table."""
-    start = at.CHOOSING + autotune.ROWS
-    return group.backend.context.words[start : at.MEMO].reshape(-1, autotune.ROW_WORDS)
-
-
-def everybodys(group, x):
-    """Gather an array of every rank."""
-    gathered = [None] * group.size
-    dist.all_gather_object(gathered, x.tolist())
-    return gathered
-
-
 @pytest.mark.ranks(2, 3)
 def test_all_ranks_have_the_same_rows(rank, world_size):
     group = dist.new_group()
@@ -214,10 +200,9 @@ def test_all_ranks_have_the_same_rows(rank, world_size):
             group.fast.all_gather([np.empty_like(x) for _ in range(world_size)], x)
             group.fast.reduce_scatter(x, [x.copy() for _ in range(world_size)])
     group.fast.barrier()
-    mine = rows(group).copy()
+    mine = rows_of(group).copy()
     assert (mine[:, autotune.TIMES :] > 0).any()
-    others = everybodys(group, mine)
-    assert all(other == mine.tolist() for other in others)
+    assert_same_everywhere(group, mine)
     group.close()
 
 
@@ -240,7 +225,8 @@ def test_the_time_of_a_wait_for_a_late_rank_does_not_count(rank, world_size, tmp
     while rank == 1 and not came_back.exists():
         time.sleep(1e-3)
     group.fast.all_reduce(x)
-    assert rank == 1 or (len(clock) >= 3 and not any(clock))
+    # Later looks may be in waits that count, if the other rank loses its core during the call.
+    assert rank == 1 or clock[:3] == [0, 0, 0]
     assert words[autotune.TOOK] > 0
     group.close()
 
@@ -259,7 +245,5 @@ def test_a_mismatch_is_not_measured_and_rows_stay_the_same(rank, world_size):
     for _ in range(30):
         group.fast.all_reduce(x)
     group.fast.barrier()
-    mine = rows(group).copy()
-    others = everybodys(group, mine)
+    assert_same_everywhere(group, rows_of(group))
     group.close()
-    assert all(other == mine.tolist() for other in others)

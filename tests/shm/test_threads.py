@@ -2,63 +2,58 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import numpy as np
 import pytest
+from shm.groups import once_busy
 from together import together
 
 import fastcoll as dist
-from fastcoll import MismatchError
+from fastcoll import AbortedError, MismatchError
 
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("count", [3, 50_000, 300_000])
 def test_threads_that_call_at_once(rank, world_size, count):
     """All threads make the same call, so the ranks agree in every order of threads."""
-    wrong = []
 
     def work(strided):
         for _ in range(15):
             x = np.full(2 * count, rank + 1.0)[:: 2 if strided else 1][:count]
             dist.all_reduce(x)
-            if not (x == world_size * (world_size + 1) / 2).all():
-                wrong.append(x)
+            assert (x == world_size * (world_size + 1) / 2).all()
 
     assert together(*[lambda k=k: work(k == 2) for k in range(3)]) == [None] * 3
-    assert not wrong
 
 
 @pytest.mark.ranks(2)
 def test_a_mismatch_is_reported_before_the_next_threads_call_begins(rank, world_size, tmp_path):
-    """Ranks exchange sizes for the report; a queued call must not run in between."""
+    """Ranks exchange sizes for the report; a call that is queued meanwhile must not run in between."""
     group = dist.GroupMember.WORLD
+
+    def mismatch():
+        with pytest.raises(MismatchError, match=r"rank \d sends (24|32) bytes to rank \d"):
+            dist.all_gather([np.zeros(3), np.zeros(3 + rank)], np.zeros(3 + rank))
+
     dist.all_reduce(np.ones(5))
     for turn in range(15):
         dist.barrier()
-        x, works, begun = np.full(5, rank + 1.0), [], tmp_path / str(turn)
-        outs = [np.zeros(3), np.zeros(3 + rank)]
+        x, queued = np.full(5, rank + 1.0), tmp_path / str(turn)
+
+        def queue(x=x, queued=queued):
+            work = group.fast.all_reduce(x, async_op=True)
+            queued.touch()
+            return work
+
         if rank == 0:
-
-            def submit(x=x, works=works, begun=begun):
-                while not group.gate.is_busy():
-                    time.sleep(1e-3)
-                begun.touch()
-                works.append(group.fast.all_reduce(x, async_op=True))
-
-            thread = threading.Thread(target=submit)
-            thread.start()
+            error, work = together(mismatch, once_busy(group, queue))
+            assert error is None
+            assert work.wait(60)
         else:
-            while not begun.exists():
+            while not queued.exists():
                 time.sleep(1e-3)
-            time.sleep(0.01)  # for the other thread of rank 0 to queue its call, if it can
-        with pytest.raises(MismatchError, match=r"rank \d sends (24|32) bytes to rank \d"):
-            dist.all_gather(outs, np.zeros(3 + rank))
-        if rank == 0:
-            thread.join()
-            assert works[0].wait(60)
-        else:
+            mismatch()
             dist.all_reduce(x)
         assert (x == 3).all()
 
@@ -70,18 +65,13 @@ def test_an_abort_ends_the_call_of_another_thread(rank, world_size, size, stride
     group = dist.new_group()
     group.fast.all_reduce(np.ones(size))
 
-    def abort():
-        while not group.gate.is_busy():
-            time.sleep(1e-3)
-        group.abort("tested")
+    def call():
+        for _ in range(2):
+            with pytest.raises(AbortedError, match="tested"):
+                group.fast.all_reduce(np.ones(size)[:: 2 if strided else 1])
 
     if rank == 0:
-        thread = threading.Thread(target=abort)
-        thread.start()
-        for _ in range(2):
-            with pytest.raises(dist.AbortedError, match="tested"):
-                group.fast.all_reduce(np.ones(size)[:: 2 if strided else 1])
-        thread.join()
+        assert together(call, once_busy(group, lambda: group.abort("tested"))) == [None, None]
     dist.barrier()
     group.close()
 
@@ -92,20 +82,14 @@ def test_closing_ends_the_calls_of_other_threads(rank, world_size):
     group = dist.new_group()
     group.fast.all_reduce(np.ones(2))
     if rank == 0:
-
-        def close():
-            while not group.gate.is_busy():
-                time.sleep(1e-3)
-            group.close()
-
         *errors, _ = together(
             lambda: group.fast.all_reduce(np.ones(2)),
             lambda: group.fast.all_reduce(np.ones(4)[::2]),
             lambda: group.fast.recv(np.ones(2), 1),
             lambda: group.fast.all_reduce(np.ones(2), async_op=True).wait(),
-            close,
+            once_busy(group, group.close),
         )
-        assert {type(error) for error in errors} <= {dist.AbortedError, dist.NotInitializedError}
+        assert {type(error) for error in errors} <= {AbortedError, dist.NotInitializedError}
     dist.barrier()
     group.close()
 
@@ -114,11 +98,8 @@ def test_closing_ends_the_calls_of_other_threads(rank, world_size):
 def test_a_mismatch_of_sizes_has_the_number_of_its_call(rank, world_size):
     """The error must not have the number of the exchange of sizes that ranks make for the report."""
     group = dist.new_group()
-    outs = [np.zeros(2 + r + (rank == r == 0)) for r in range(world_size)]
     group.fast.barrier()
     with pytest.raises(MismatchError, match="call 2 of"):
-        group.fast.all_to_all(
-            [np.zeros(2 + (rank == 0)) for _ in outs], [np.zeros(2 + (rank == 0)) for _ in outs]
-        )
+        group.fast.all_to_all(*([np.zeros(2 + (rank == 0)) for _ in range(world_size)] for _ in range(2)))
     dist.barrier()
     group.close()
