@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -48,6 +47,14 @@ def c() -> Functions:
     return Functions()
 
 
+def word(index: int) -> int:
+    return INT.from_address(STATE + 8 * index).value
+
+
+def set_word(index: int, value: int) -> None:
+    INT.from_address(STATE + 8 * index).value = value
+
+
 @pytest.fixture
 def handler(c: Functions) -> Iterator[None]:
     """NumPy allocates this thread's arrays in the arena."""
@@ -56,12 +63,25 @@ def handler(c: Functions) -> Iterator[None]:
     numpy_memory.set_handler(before)
 
 
-def word(index: int) -> int:
-    return INT.from_address(STATE + 8 * index).value
+@contextmanager
+def changed(index: int, value: int) -> Iterator[None]:
+    """In this block a word of the allocator's state has another value."""
+    before = word(index)
+    set_word(index, value)
+    try:
+        yield
+    finally:
+        set_word(index, before)
 
 
-def set_word(index: int, value: int) -> None:
-    INT.from_address(STATE + 8 * index).value = value
+@pytest.fixture
+def nothing_left(c: Functions) -> Iterator[None]:
+    """Check the tables before and after a test, which must free all that it allocates."""
+    check_tables()
+    start = word(a.IN_USE)
+    yield
+    check_tables()
+    assert word(a.IN_USE) == start
 
 
 def is_inside(address: int) -> bool:
@@ -102,16 +122,12 @@ def check_tables() -> dict[int, tuple[int, int]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("keep", [0, 1 << 20, 1 << 30])
-def test_blocks_against_a_model(c: Functions, keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_against_a_model(c: Functions, keep: int, nothing_left: None) -> None:
     """Allocate, grow and free at random: blocks do not overlap, content stays, and calloc returns zeros."""
-    kept, dice = word(a.KEEP), random.Random(keep)
-    idle_before = word(a.IDLE)  # of earlier tests
-    set_word(a.KEEP, keep // a.PAGE)
-    blocks: dict[int, tuple[int, int]] = {}
-    check_tables()
-    start = word(a.IN_USE)
+    dice, blocks = random.Random(keep), dict[int, tuple[int, int]]()
+    most_idle = max(keep, 8 << 20, word(a.IDLE) * a.PAGE)  # blocks of earlier tests may be idle
 
-    def sizes() -> int:
+    def size() -> int:
         return int(2 ** dice.uniform(10, 22)) + dice.choice((-1, 0, 1))
 
     def look(address: int, nbytes: int, mark: int) -> None:
@@ -124,41 +140,35 @@ def test_blocks_against_a_model(c: Functions, keep: int, monkeypatch: pytest.Mon
         bytes_at(address, nbytes)[:] = mark
         blocks[address] = nbytes, mark
 
-    for step in range(600):
-        turn = dice.random()
-        if turn < 0.3 or not blocks:
-            nbytes = sizes()
-            enter(c.malloc(STATE, nbytes), nbytes)
-        elif turn < 0.45:
-            nbytes = sizes()
-            address = c.calloc(STATE, nbytes // 8, 8)
-            assert not bytes_at(address, nbytes // 8 * 8).any()
-            enter(address, nbytes // 8 * 8)
-        elif turn < 0.55:
-            address = dice.choice(list(blocks))
-            old, mark = blocks.pop(address)
-            was_inside, nbytes = is_inside(address), sizes()
-            moved = c.realloc(STATE, address, nbytes)
-            look(moved, min(old, nbytes), mark)
-            if was_inside and nbytes >= a.SMALLEST:
-                enter(moved, nbytes)
+    with changed(a.KEEP, keep // a.PAGE):
+        for step in range(600):
+            turn, nbytes = dice.random(), size()
+            if turn < 0.3 or not blocks:
+                enter(c.malloc(STATE, nbytes), nbytes)
+            elif turn < 0.45:
+                nbytes -= nbytes % 8
+                address = c.calloc(STATE, nbytes // 8, 8)
+                assert not bytes_at(address, nbytes).any()
+                enter(address, nbytes)
             else:
-                c.free(STATE, moved, nbytes)
-        else:
-            address = dice.choice(list(blocks))
-            nbytes, mark = blocks.pop(address)
-            look(address, nbytes, mark)
+                address = dice.choice(list(blocks))
+                old, mark = blocks.pop(address)
+                if turn < 0.55:
+                    was_inside, address = is_inside(address), c.realloc(STATE, address, nbytes)
+                    look(address, min(old, nbytes), mark)
+                    if was_inside and nbytes >= a.SMALLEST:
+                        enter(address, nbytes)
+                        continue
+                else:
+                    look(address, old, mark)
+                c.free(STATE, address, nbytes)
+            if step % 100 == 0:
+                check_tables()
+                for address, (nbytes, mark) in blocks.items():
+                    look(address, nbytes, mark)
+                assert word(a.IDLE) <= most_idle // a.PAGE
+        for address, (nbytes, _) in blocks.items():
             c.free(STATE, address, nbytes)
-        if step % 100 == 0:
-            check_tables()
-            for address, (nbytes, mark) in blocks.items():
-                look(address, nbytes, mark)
-            assert word(a.IDLE) <= max(keep // a.PAGE, (8 << 20) // a.PAGE, idle_before)
-    for address, (nbytes, _) in blocks.items():
-        c.free(STATE, address, nbytes)
-    check_tables()
-    assert word(a.IN_USE) == start
-    set_word(a.KEEP, kept)
 
 
 def test_blocks_of_a_class_have_room_for_sizes_rounded_up_to_it() -> None:
@@ -172,13 +182,9 @@ def test_blocks_of_a_class_have_room_for_sizes_rounded_up_to_it() -> None:
         assert 0 <= size_class(rounded) < a._SIZES
 
 
-def test_threads_allocate_and_free_concurrently(c: Functions) -> None:
+def test_threads_allocate_and_free_concurrently(c: Functions, nothing_left: None) -> None:
     without = Functions(ctypes.CFUNCTYPE)
-    failures: list[str] = []
-    refuse = ctypes.CFUNCTYPE(INT, INT, INT)(lambda context, nbytes: 0)
-    before = word(a.BEFORE)
-    set_word(a.BEFORE, ctypes.cast(refuse, ctypes.c_void_p).value or 0)  # NumPy's own function needs the GIL
-    start = word(a.IN_USE)
+    refuse = ctypes.CFUNCTYPE(INT, INT, INT)(lambda context, nbytes: 0)  # NumPy's own function needs the GIL
 
     def work(mark: int) -> None:
         dice = random.Random(mark)
@@ -190,36 +196,28 @@ def test_threads_allocate_and_free_concurrently(c: Functions) -> None:
                     made.append((address, nbytes))
                     bytes_at(address, nbytes)[:] = mark
             for address, nbytes in made:
-                if (bytes_at(address, nbytes) != mark).any():
-                    failures.append(f"thread {mark} lost a block")
+                assert (bytes_at(address, nbytes) == mark).all(), "another thread got the same block"
                 without.free(STATE, address, nbytes)
 
-    assert together(*[partial(work, mark) for mark in range(1, 5)]) == [None] * 4
-    set_word(a.BEFORE, before)
-    assert not failures
+    with changed(a.BEFORE, ctypes.cast(refuse, ctypes.c_void_p).value or 0):
+        assert together(*[partial(work, mark) for mark in range(1, 5)]) == [None] * 4
     c.hold(STATE, 1)  # frees the deferred blocks
     c.hold(STATE, 0)
-    check_tables()
-    assert word(a.IN_USE) == start
 
 
-def test_no_thread_waits_for_a_lock_that_is_held_for_long(c: Functions) -> None:
-    start = word(a.IN_USE)
+def test_no_thread_waits_for_a_lock_that_is_held_for_long(c: Functions, nothing_left: None) -> None:
     first, second = (c.malloc(STATE, 100 * KIB) for _ in range(2))
     used = word(a.IN_USE)
     assert c.hold(STATE, 1) == 1
     outside = c.malloc(STATE, 100 * KIB)
     assert not is_inside(outside)
-    c.free(STATE, outside, 100 * KIB)
-    c.free(STATE, first, 100 * KIB)
-    c.free(STATE, second, 100 * KIB)
+    for address in (outside, first, second):
+        c.free(STATE, address, 100 * KIB)
     assert word(a.IN_USE) == used
     c.hold(STATE, 0)
     third = c.malloc(STATE, 100 * KIB)  # the next thread with the lock frees them
     assert is_inside(third)
-    check_tables()
     c.free(STATE, third, 100 * KIB)
-    assert word(a.IN_USE) == start
 
 
 PEER = """
@@ -320,49 +318,40 @@ def test_numpy_makes_large_arrays_in_it_and_small_ones_elsewhere(handler: None) 
     np.testing.assert_array_equal(x, np.arange(100.0))
 
 
-def test_arrays_are_freed_by_any_thread_and_without_the_handler(c: Functions) -> None:
+def test_arrays_are_freed_by_any_thread_and_without_the_handler(nothing_left: None) -> None:
     before = numpy_memory.set_handler(numpy_memory.capsule_of(b"a test", STATE, a.functions()[:4]))
-    start = word(a.IN_USE)
     held = [np.ones(100_000) for _ in range(10)]
     numpy_memory.set_handler(before)
-    assert word(a.IN_USE) > start
+    assert all(map(arena.is_shared, held))
     del held[:5]
-    thread = threading.Thread(target=held.clear)
-    thread.start()
-    thread.join()
-    assert word(a.IN_USE) == start
+    assert together(held.clear) == [None]
 
 
 def test_pages_are_released(handler: None) -> None:
     def taken() -> int:
         return os.stat(f"/proc/self/fd/{word(a.FD)}").st_blocks * 512
 
-    kept = word(a.KEEP)
-    set_word(a.KEEP, (16 << 20) // a.PAGE)
-    start = taken()
-    x = np.ones(8 << 20)
-    assert taken() >= start + x.nbytes - word(a.KEEP) * a.PAGE
-    del x
-    assert taken() <= start + (16 << 20)
-    set_word(a.KEEP, kept)
+    with changed(a.KEEP, (16 << 20) // a.PAGE):
+        start = taken()
+        x = np.ones(8 << 20)
+        assert taken() >= start + x.nbytes - word(a.KEEP) * a.PAGE
+        del x
+        assert taken() <= start + (16 << 20)
 
 
 def test_with_a_full_file_system_arrays_are_in_ordinary_memory(
     handler: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reserve, refused = word(a.RESERVE), arena.refused()
+    refused = arena.refused()
     set_word(a.REPORTED, 0)
-    set_word(a.RESERVE, 1 << 60)
-    x = np.ones(64 << 20, np.uint8)
-    y = np.zeros(64 << 20, np.uint8)
-    set_word(a.RESERVE, reserve)
+    with changed(a.RESERVE, 1 << 60):
+        x, y = np.ones(64 << 20, np.uint8), np.zeros(64 << 20, np.uint8)
     assert not arena.is_shared(x)
     assert not arena.is_shared(y)
     assert arena.refused() == refused + 2
     assert x.all()
     assert not y.any()
-    said = [record.message for record in caplog.records if "ordinary memory" in record.message]
-    assert len(said) == 1
+    assert sum("ordinary memory" in record.message for record in caplog.records) == 1
     assert arena.is_shared(np.ones(64 << 20, np.uint8))
     check_tables()
 
@@ -433,23 +422,17 @@ class Late:
     def __del__(self): self.x += 1; self.y = self.x * 2
 late, np.kept, sys.kept = Late(), np.ones(200_000), Late()
 late.itself = late
-print("ended")
+print("ended", flush=True)
 """
+KILLED = AT_THE_END + "import os, signal; x = np.ones(1 << 20); os.kill(os.getpid(), signal.SIGKILL)"
 
 
-def run_elsewhere(code: str) -> subprocess.CompletedProcess[str]:
-    """Run a program outside the source folder, where it would import the sources instead of an installed package."""
-    return subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, timeout=600)
-
-
-def test_arrays_may_be_freed_after_everything_else() -> None:
-    done = run_elsewhere(AT_THE_END)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
-
-
-def test_nothing_is_left_of_a_killed_process() -> None:
-    code = AT_THE_END + "import os, signal; x = np.ones(1 << 20); os.kill(os.getpid(), signal.SIGKILL)"
-    before = shm_names()
-    done = run_elsewhere(code)
-    assert done.returncode == -signal.SIGKILL
+@pytest.mark.parametrize(
+    ("code", "status"), [(AT_THE_END, 0), (KILLED, -signal.SIGKILL)], ids=["ended", "killed"]
+)
+def test_arrays_may_be_freed_after_everything_else_and_leave_nothing(code: str, status: int) -> None:
+    before, command = shm_names(), [sys.executable, "-c", code]
+    # Outside the source folder, where it would import the sources instead of an installed package.
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "ended\n", "")
     assert shm_names() == before

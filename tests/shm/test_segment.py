@@ -29,18 +29,12 @@ def name():
     shared.unlink(name)
 
 
-def test_only_its_owner_may_open_it(name: str) -> None:
-    segment = Segment.create(name, LAYOUT)
+def test_two_mappings_are_one_memory_that_only_its_owner_may_open(name: str) -> None:
+    ours = Segment.create(name, LAYOUT)
     status = os.stat(f"/dev/shm/{name}")
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_size == LAYOUT.nbytes
     assert status.st_blocks * 512 >= LAYOUT.nbytes  # all pages are allocated
-    segment.close()
-    segment.close()
-
-
-def test_two_mappings_are_one_memory(name: str) -> None:
-    ours = Segment.create(name, LAYOUT)
     theirs = Segment.attach(name, LAYOUT)
     shared.unlink(name)
     assert theirs.nonce == ours.nonce != 0
@@ -48,8 +42,8 @@ def test_two_mappings_are_one_memory(name: str) -> None:
     assert ours.missing() == [0]
     ours.publish_attached(0)
     assert ours.missing() == theirs.missing() == []
-    theirs.close()
-    ours.close()
+    for segment in (theirs, ours, ours):
+        segment.close()
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -74,17 +68,12 @@ def resident(name: str) -> int:
     return int(maps.split("Rss:")[1].split()[0]) << 10
 
 
-def test_a_name_cannot_be_used_twice(name: str) -> None:
-    segment = Segment.create(name, LAYOUT)
-    with pytest.raises(ResourceError, match="cannot create"):
-        Segment.create(name, LAYOUT)
-    segment.close()
-
-
 def test_a_segment_other_than_the_announced_one_is_rejected(name: str) -> None:
     with pytest.raises(ResourceError, match="cannot attach"):
         Segment.attach(name, LAYOUT)
     Segment.create(name, LAYOUT).close()
+    with pytest.raises(ResourceError, match="cannot create"):
+        Segment.create(name, LAYOUT)
     with pytest.raises(ResourceError, match="expected"):
         Segment.attach(name, plan(2, 1 << 18))
     with open(f"/dev/shm/{name}", "r+b") as file:
@@ -101,7 +90,7 @@ def test_sweep_removes_only_names_of_dead_makers(name: str) -> None:
         "s.Segment.create(n, plan(2, 1 << 17)); print(n, flush=True); os.kill(os.getpid(), 9)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as dying:
-        assert dying.stdout is not None
+        assert dying.stdout
         dead = dying.stdout.read().strip()  # until the pipe closes, when the process ends
         os.waitid(os.P_PID, dying.pid, os.WEXITED | os.WNOWAIT)
         assert os.path.exists(f"/dev/shm/{dead}")

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from faults.failing_victims import arm
+from shm.groups import algorithm_of
+from together import together
 
 import fastcoll as dist
 from fastcoll import AbortedError, GroupError, PeerDiedError, config
@@ -29,22 +30,15 @@ LARGE = 2 * PIECE // 4 + 1009  # float32 of three pieces
 @contextmanager
 def direct_group(algorithms="direct"):
     """A group of all ranks whose calls may use these algorithms."""
-    os.environ["FASTCOLL_SHM_ALGORITHMS"] = algorithms
-    config.forget()
-    try:
-        group = dist.new_group()
-    finally:
-        del os.environ["FASTCOLL_SHM_ALGORITHMS"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTCOLL_SHM_ALGORITHMS", algorithms)
         config.forget()
+        group = dist.new_group()
+    config.forget()
     try:
         yield group
     finally:
         group.close()
-
-
-def algorithm_of(group):
-    """The algorithm of the last call."""
-    return int(group.backend.context[at.CHOOSING + autotune.ALGORITHM])
 
 
 @pytest.mark.ranks(2, 3)
@@ -76,19 +70,6 @@ def test_more_arrays_than_slots_for_their_copies(rank, world_size):
         out = np.zeros(1009, np.int64)
         group.fast.reduce_scatter(out, [np.full(1009, 100 * rank + k) for k in range(world_size)])
         assert (out == 100 * sum(range(world_size)) + rank * world_size).all()
-
-
-@pytest.mark.ranks(2, 3)
-def test_in_place(rank, world_size):
-    with direct_group() as group:
-        out = np.zeros((world_size, 1009))
-        out[rank] = rank + 1
-        group.fast.all_gather_single(out, out[rank])
-        assert (out == np.arange(1, world_size + 1)[:, None]).all()
-        blocks = np.full((world_size, 1009), 1.0 + rank)
-        group.fast.reduce_scatter_single(blocks[rank], blocks)
-        assert (blocks[rank] == world_size * (world_size + 1) / 2).all()
-        assert algorithm_of(group) == autotune.DIRECT
 
 
 @pytest.mark.ranks(3)
@@ -134,17 +115,14 @@ def unreadable(rank):
 
 
 @pytest.mark.ranks(2)
-def test_an_unreadable_array_ends_the_call_long_before_its_timeout(rank, world_size, unreadable):
-    x = unreadable
-    for step in (
-        lambda g: g.fast.broadcast(x, 0),
-        lambda g: g.fast.send(x, 1) if rank == 0 else g.fast.recv(x, 0),
-    ):
-        with (
-            direct_group() as group,
-            pytest.raises(AbortedError, match=r"the array of rank 0 .* could not be read"),
-        ):
-            step(group)
+@pytest.mark.parametrize("operation", ["broadcast", "message"])
+def test_an_unreadable_array_ends_the_call_long_before_its_timeout(rank, world_size, unreadable, operation):
+    unread = pytest.raises(AbortedError, match=r"the array of rank 0 .* could not be read")
+    with direct_group() as group, unread:
+        if operation == "broadcast":
+            group.fast.broadcast(unreadable, 0)
+        else:
+            (group.fast.recv if rank else group.fast.send)(unreadable, 1 - rank)
 
 
 @pytest.mark.ranks(2)
@@ -152,36 +130,35 @@ def test_the_failure_of_the_owner_is_the_reason_if_its_array_is_unreadable(rank,
     """A survivor of a death may free its array before the other ranks have found the death."""
     with direct_group() as group:
         if rank == 1:
-            died = PeerDiedError("rank 7 died", [7])
-            group.backend.monitor.decide = lambda needed, doing: died
+            group.backend.monitor.decide = lambda needed, doing: PeerDiedError("rank 7 died", [7])
         with pytest.raises(GroupError, match="rank 7 died") as caught:
             group.fast.broadcast(unreadable, 0)
         assert caught.value.ranks == (7,)
 
 
 @pytest.fixture
-def stops(rank, request):
+def stops(rank, victim, request):
     """Stop a rank at a failpoint; the other then aborts the call, writes into its array and continues the rank."""
-    place, victim = request.param
     if rank == victim:
-        arm(f"shm.single_copy.{place}:stop@3")
+        arm(f"shm.single_copy.{request.param}:stop@3")
     dist.init_process_group()
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
 
     def call_and_abort(group, step, x):
+        def call():
+            with pytest.raises(AbortedError, match="it stopped"):
+                step(x)
+
         def abort():
             while Path(f"/proc/{pids[victim]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
                 time.sleep(1e-3)
             group.abort("it stopped")
 
-        if rank != victim:
-            thread = threading.Thread(target=abort)
-            thread.start()
-        with pytest.raises(AbortedError, match="it stopped"):
-            step(x)
-        if rank != victim:
-            thread.join()
+        if rank == victim:
+            call()
+        else:
+            assert together(call, abort) == [None, None]
             x[:] = 7
             os.kill(pids[victim], signal.SIGCONT)
         dist.barrier()
@@ -192,23 +169,21 @@ def stops(rank, request):
 
 @pytest.mark.ranks(2, init=False, fresh=True)
 @pytest.mark.parametrize(
-    ("operation", "root", "stops"),
-    [
-        ("broadcast", 0, ("piece_read", 1)),
-        ("reduce", 0, ("piece_read", 0)),
-        ("reduce", 1, ("piece_read", 1)),
-    ],
-    indirect=["stops"],
+    ("operation", "root", "victim"), [("broadcast", 0, 1), ("reduce", 0, 0), ("reduce", 1, 1)]
 )
-def test_a_reader_that_is_too_late_does_not_return_wrong_data(rank, world_size, operation, root, stops):
+@pytest.mark.parametrize("stops", ["piece_read"], indirect=True)
+def test_a_reader_that_is_too_late_does_not_return_wrong_data(
+    rank, world_size, operation, root, victim, stops
+):
     x = np.full(2 * LARGE, 1.0 + rank, np.float32)
     with direct_group() as group:
         stops(group, lambda x: getattr(group, operation)(x, root), x)
 
 
 @pytest.mark.ranks(2, init=False, fresh=True)
-@pytest.mark.parametrize("stops", [("pushing", 1)], indirect=True)
-def test_a_stopped_writer_changes_nothing_after_the_call_has_failed(rank, world_size, stops, caplog):
+@pytest.mark.parametrize("victim", [1])
+@pytest.mark.parametrize("stops", ["pushing"], indirect=True)
+def test_a_stopped_writer_changes_nothing_after_the_call_has_failed(rank, world_size, victim, stops, caplog):
     with dist.shared_arrays():
         x = np.ones(LARGE, np.float32)
     with direct_group() as group:

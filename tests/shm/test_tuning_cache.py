@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from shm.groups import assert_same_everywhere, rows_of
 
 import fastcoll as dist
 from fastcoll import config
@@ -23,18 +24,24 @@ TWO = Conditions(2, "own", 256 << 10)
 TIMES = {"all_reduce": {"131072": {"close": 1000, "past": 3000}}}
 
 
+@pytest.fixture(autouse=True)
+def use(monkeypatch):
+    """Set the path of the file."""
+
+    def use(path):
+        monkeypatch.setenv("FASTCOLL_TUNING", str(path))
+        config.forget()
+
+    yield use
+    config.forget()
+
+
 @pytest.fixture
-def path(tmp_path, monkeypatch):
+def path(tmp_path, use):
     """Path of the file."""
     path = tmp_path / "dir" / "tuning.json"
-    use(monkeypatch, path)
-    yield path
-    config.forget()
-
-
-def use(monkeypatch, path):
-    monkeypatch.setenv("FASTCOLL_TUNING", str(path))
-    config.forget()
+    use(path)
+    return path
 
 
 def again():
@@ -43,7 +50,19 @@ def again():
     return tuning_cache.sections()
 
 
-def test_path_of_the_file(monkeypatch, tmp_path):
+def edit(path, change):
+    """Change the file's first section, as a user would, and return this machine's sections."""
+    text = json.loads(path.read_text())
+    change(text["sections"])
+    path.write_text(json.dumps(text))
+    return again()
+
+
+def new_table():
+    return np.zeros(autotune.table_words(len(tuning_table.COLLECTIVES)), np.int64)
+
+
+def test_path_of_the_file(monkeypatch, tmp_path, use):
     monkeypatch.delenv("FASTCOLL_TUNING", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     config.forget()
@@ -51,11 +70,10 @@ def test_path_of_the_file(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert tuning_cache.path() == tmp_path / ".config" / "fastcoll" / "tuning.json"
-    use(monkeypatch, "none")
+    use("none")
     assert tuning_cache.path() is None
     assert tuning_cache.sections() == []
     assert tuning_cache.save(TWO, TIMES, 100) is None
-    config.forget()
 
 
 def test_built_in_limits_by_number_of_ranks(path: Path, caplog):
@@ -88,12 +106,11 @@ def test_each_machine_and_condition_has_its_own_section(path: Path, monkeypatch)
     for conditions in (TWO, TWO._replace(slot=64 << 10), TWO._replace(cores="shared"), TWO._replace(ranks=3)):
         tuning_cache.save(conditions, TIMES, 1)
     assert len(again()) == 4
-    monkeypatch.setattr(tuning_cache, "machine", lambda: "a Cray")
-    assert again() == []
-    tuning_cache.save(TWO, TIMES, 1)
-    assert len(again()) == 1
-    monkeypatch.undo()
-    use(monkeypatch, path)
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning_cache, "machine", lambda: "a Cray")
+        assert again() == []
+        tuning_cache.save(TWO, TIMES, 1)
+        assert len(again()) == 1
     assert len(again()) == 4
 
 
@@ -116,45 +133,26 @@ def test_the_file_is_written_only_if_times_have_changed(path: Path):
     assert tuning_cache.save(TWO, {"all_reduce": {"131072": {"close": 500}}}, 100) == path
 
 
-def test_sections_that_other_processes_have_written_stay(path: Path):
-    tuning_cache.save(TWO, TIMES, 100)
-    text = path.read_text()
-    tuning_cache.save(TWO._replace(ranks=3), TIMES, 100)
-    written = path.read_text()
-    path.write_text(text)
-    again()  # this process has read only the section of two ranks
-    path.write_text(written)
-    tuning_cache.save(TWO._replace(ranks=4), TIMES, 100)
-    assert [section["ranks"] for section in again()] == [2, 3, 4]
-
-
 def test_unknown_names_stay(path: Path):
+    def add(sections):
+        sections[0]["ns_per_mib"]["all_reduce"]["131072"]["teleport"] = 7
+        sections[0]["moon"] = "full"
+
     tuning_cache.save(TWO, TIMES, 100)
-    text = json.loads(path.read_text())
-    text["sections"][0]["ns_per_mib"]["all_reduce"]["131072"]["teleport"] = 7
-    text["sections"][0]["moon"] = "full"
-    path.write_text(json.dumps(text))
-    again()
+    edit(path, add)
     tuning_cache.save(TWO, {"reduce": TIMES["all_reduce"]}, 100)
     (section,) = again()
     assert section["moon"] == "full"
     assert section["ns_per_mib"]["all_reduce"]["131072"] == {"close": 1000, "past": 3000, "teleport": 7}
-    table = np.zeros(autotune.table_words(len(tuning_table.COLLECTIVES)), np.int64)
+    table = new_table()
     tuning_table.fill(table, section["ns_per_mib"])
-    assert np.count_nonzero(table[table > 0] == 7) == 0
+    assert 7 not in table
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{}",
-        "\x00",
-        '{"machine": "m", "command": "c", "one_shot": {"4": 1}}',
-        '{"format": 1, "sections": []}',
-    ],
-)
+OLD = '{"machine": "m", "command": "c", "one_shot": {"4": 1}}'
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "\x00", OLD, '{"format": 1, "sections": []}'])
 def test_a_file_of_another_format_is_ignored_with_one_warning_and_replaced(path: Path, text, caplog):
     path.parent.mkdir()
     path.write_text(text)
@@ -171,24 +169,22 @@ def test_a_file_of_another_format_is_ignored_with_one_warning_and_replaced(path:
      ("one_shot", "many")],
 )  # fmt: skip
 def test_invalid_numbers_are_dropped(path: Path, field, value):
+    def spoil(sections):
+        sections += [3, {"machine": "m"}, {**sections[0], "ranks": "two"}]
+        sections[0][field] = value
+
     tuning_cache.save(TWO, TIMES, 100, "command", 77)
-    text = json.loads(path.read_text())
-    text["sections"] += [3, {"machine": "m"}, {**text["sections"][0], "ranks": "two"}]
-    text["sections"][0][field] = value
-    path.write_text(json.dumps(text))
-    (section,) = again()
-    assert (section["ns_per_mib"], section.get("one_shot")) == (
-        ({}, 77) if field == "ns_per_mib" else (TIMES, None)
-    )
+    (section,) = edit(path, spoil)
+    found = section["ns_per_mib"], section.get("one_shot")
+    assert found == (({}, 77) if field == "ns_per_mib" else (TIMES, None))
 
 
-def test_a_path_that_cannot_be_written_does_no_harm(tmp_path, monkeypatch):
+def test_a_path_that_cannot_be_written_does_no_harm(tmp_path, use):
     (tmp_path / "file").write_text("")
-    use(monkeypatch, tmp_path / "file" / "tuning.json")
+    use(tmp_path / "file" / "tuning.json")
     with pytest.raises(OSError, match="exists"):
         tuning_cache.save(TWO, TIMES, 100)
     assert tuning_cache.sections()[0]["ns_per_mib"] == TIMES  # this process uses it anyway
-    config.forget()
 
 
 def test_one_process_writes_at_a_time_and_a_killed_writers_file_is_overwritten(path: Path):
@@ -253,7 +249,7 @@ def test_concurrent_writers_leave_a_complete_file(path: Path):
 
 
 def test_a_table_is_the_same_after_saving_and_loading(path: Path):
-    table = np.zeros(autotune.table_words(len(tuning_table.COLLECTIVES)), np.int64)
+    table = new_table()
     row = table[autotune.ROWS :][: autotune.ROW_WORDS]
     row[autotune.CALLS], row[autotune.BEST] = 1000, 1
     row[autotune.TIMES : autotune.TIMES + 3] = 3_000_000, 1_000_000, 2_500_000
@@ -268,20 +264,16 @@ def test_a_table_is_the_same_after_saving_and_loading(path: Path):
     assert calls == 1000
     assert other[autotune.CALLS] == 0
     assert other[autotune.BEST] == 1
-    assert np.allclose(
-        other[autotune.TIMES : autotune.AGAIN], row[autotune.TIMES : autotune.AGAIN], rtol=1e-3
-    )
+    times = slice(autotune.TIMES, autotune.AGAIN)
+    assert np.allclose(other[times], row[times], rtol=1e-3)
     assert other[autotune.AGAIN] == autotune.LONG  # of more than twice the best
     assert (begun[autotune.ROWS + autotune.ROW_WORDS :] == 0).all()
-    assert tuning_table.matching(tuning_table.to_publish(3, TWO.slot), TWO) == ({}, 1.0)
-    assert tuning_table.matching(tuning_table.to_publish(2, TWO.slot), TWO._replace(cores="shared")) == (
-        {},
-        1.0,
-    )
+    for ranks, conditions in ((3, TWO), (2, TWO._replace(cores="shared"))):
+        assert tuning_table.matching(tuning_table.to_publish(ranks, TWO.slot), conditions) == ({}, 1.0)
 
 
 def test_rows_with_few_calls_are_not_saved():
-    table = np.zeros(autotune.table_words(len(tuning_table.COLLECTIVES)), np.int64)
+    table = new_table()
     table[autotune.ROWS], table[autotune.ROWS + autotune.TIMES] = 10, 5
     assert tuning_table.results(table) == ({}, 0)
 
@@ -289,50 +281,39 @@ def test_rows_with_few_calls_are_not_saved():
 # ---- in real groups --------------------------------------------------------------------------------------
 
 
-def table(group):
-    return group.backend.context.words[words.CHOOSING : words.MEMO][autotune.ROWS :]
-
-
 @pytest.mark.ranks(2, 3)
-def test_all_ranks_begin_with_the_times_of_rank_0(rank, world_size, tmp_path, monkeypatch):
+def test_all_ranks_begin_with_the_times_of_rank_0(rank, world_size, tmp_path, use):
     """Each rank has its own file; rank 0 saves the times at the end."""
-    use(monkeypatch, tmp_path / f"{rank}.json")
+    use(tmp_path / f"{rank}.json")
     group = dist.new_group(backend="shm")
     conditions = group.backend.conditions
-    algorithms = {"close": 3000, "past": 1000 + rank, "ahead": 9000}
     group.close()
+    algorithms = {"close": 3000, "past": 1000 + rank, "ahead": 9000}
     times = {name: {"131072": algorithms} for name in ("all_reduce", "broadcast", "shared:reduce")}
     tuning_cache.save(conditions, times, 100, "test", 1000 + rank)
     group = dist.new_group(backend="shm")
     assert group.backend.context[words.ONE_SHOT] == 1000
-    everybody = [None] * world_size
-    dist.all_gather_object(everybody, table(group).tolist())
-    assert all(each == everybody[0] for each in everybody)
+    table = rows_of(group).copy()
+    assert_same_everywhere(group, table)
     words_a_row = 1 + 3 + autotune.ALGORITHMS  # the best algorithm, three times, ends of back-offs
-    assert np.count_nonzero(everybody[0]) == 3 * words_a_row
+    assert np.count_nonzero(table) == 3 * words_a_row
     x = np.ones(50_000, np.float32)
-    went = []
     for _ in range(10):
         group.fast.all_reduce(x)
-        went.append(int(group.backend.context.words[words.CHOOSING + autotune.LAST_ALGORITHM]))
-    assert went == [autotune.PAST] * 10
+        assert group.backend.context[words.CHOOSING + autotune.LAST_ALGORITHM] == autotune.PAST
     for _ in range(70):
         group.fast.reduce(x, 0)
     group.close()
-    again()
-    mine = [s["ns_per_mib"] for s in tuning_cache.sections() if s["command"] == tuning_cache.RUNNING]
-    assert [list(m) for m in mine] == (
-        [["all_reduce", "broadcast", "shared:reduce", "reduce"]] if rank == 0 else []
-    )
-    config.forget()
+    mine = [list(s["ns_per_mib"]) for s in again() if s["command"] == tuning_cache.RUNNING]
+    assert mine == ([["all_reduce", "broadcast", "shared:reduce", "reduce"]] if rank == 0 else [])
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_failed_group_saves_nothing_and_an_unwritable_file_does_not_fail_a_close(
-    rank, world_size, tmp_path, monkeypatch, caplog, fails
+    rank, world_size, tmp_path, use, caplog, fails
 ):
-    use(monkeypatch, tmp_path / f"{rank}.json" if fails else "/proc/none/tuning.json")
+    use(tmp_path / f"{rank}.json" if fails else "/proc/none/tuning.json")
     caplog.set_level(logging.DEBUG, "fastcoll")
     group, x = dist.new_group(backend="shm"), np.ones(50_000, np.float32)
     for _ in range(100):
@@ -342,4 +323,3 @@ def test_a_failed_group_saves_nothing_and_an_unwritable_file_does_not_fail_a_clo
     group.close()
     assert list(tmp_path.iterdir()) == []
     assert ("are not kept" in caplog.text) == (rank == 0 and not fails)
-    config.forget()
