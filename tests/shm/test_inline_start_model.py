@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import count
+from itertools import count, product
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -312,6 +312,9 @@ class Model:
         for k in (k for program in calls for k in program):
             if k in self.works:
                 assert self.works[k].ended, f"call {k} is lost"
+                assert k not in self.read or self.works[k].error is None, (
+                    f"call {k} is complete, and its Work failed"
+                )
                 self.ended[k] = self.works[k].error
             if self.interrupted and isinstance(self.ended.get(k, KeyboardInterrupt()), KeyboardInterrupt):
                 continue  # not begun, or complete, or its group has failed
@@ -590,12 +593,18 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_model_finds(name: str) -> None:
     module = planted(FAULTS[name])
+    options: list[dict[str, Any]] = [
+        {},
+        {"ends": "close"},
+        {"ends": "abort"},
+        {"changed": 1},
+        {"mismatch": 1},
+    ]
 
-    def all_programs() -> None:
-        for option in ({}, {"changed": 1}, {"mismatch": 1}, {"ends": "close"}, {"ends": "abort"}):
-            explored("async 1, async 2, wait 1", module=module, seeds=60, **option)
-        for option in ({}, {"ends": "close"}):
-            explored("async 1", module=module, seeds=2000, **option)
+    def run_programs() -> None:
+        for seed, option in product(range(2000), options):
+            for program in ("async 1, async 2, wait 1", "async 1"):
+                Model(Schedule(seed=seed), program, module=module, **option)
 
     with pytest.raises((AssertionError, AttributeError, TypeError, UsageError)):
-        all_programs()
+        run_programs()
