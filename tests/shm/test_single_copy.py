@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from operator import methodcaller
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from shm.groups import algorithm_of
 from together import together
 
 import fastcoll as dist
-from fastcoll import AbortedError, GroupError, PeerDiedError, config
+from fastcoll import AbortedError, GroupError, PeerDiedError, config, failpoints
 from fastcoll.shm import autotune
 from fastcoll.shm import context_layout as at
 from fastcoll.shm.single_copy import PIECE
@@ -51,6 +52,10 @@ def test_arrays_of_several_pieces(rank, world_size):
         x = base + rank
         group.fast.broadcast(x, world_size - 1)
         assert (x == base + world_size - 1).all()
+        assert algorithm_of(group) == autotune.DIRECT
+        blocks = np.full((world_size, LARGE), 1.0 + rank)
+        group.fast.reduce_scatter_single(blocks[rank], blocks)  # in place
+        assert (blocks[rank] == world_size * (world_size + 1) / 2).all()
         assert algorithm_of(group) == autotune.DIRECT
         x, y = np.zeros_like(base), base + 1
         after, before = (rank + 1) % world_size, (rank - 1) % world_size
@@ -137,57 +142,49 @@ def test_the_failure_of_the_owner_is_the_reason_if_its_array_is_unreadable(rank,
 
 
 @pytest.fixture
-def stops(rank, victim, request):
+def stop(rank):
     """Stop a rank at a failpoint; the other then aborts the call, writes into its array and continues the rank."""
-    if rank == victim:
-        arm(f"shm.single_copy.{request.param}:stop@3")
+    arm("shm.barrier.enter:delay=0")  # now kernels are compiled with failpoints
     dist.init_process_group()
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
 
-    def call_and_abort(group, step, x):
-        def call():
+    def stop(place, victim, call, x):
+        def is_aborted():
             with pytest.raises(AbortedError, match="it stopped"):
-                step(x)
+                call(group)
 
         def abort():
             while Path(f"/proc/{pids[victim]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
                 time.sleep(1e-3)
             group.abort("it stopped")
 
-        if rank == victim:
-            call()
-        else:
-            assert together(call, abort) == [None, None]
-            x[:] = 7
-            os.kill(pids[victim], signal.SIGCONT)
-        dist.barrier()
+        with direct_group() as group:
+            if rank == victim:
+                failpoints.arm(failpoints.parse(f"shm.single_copy.{place}:stop@3"), rank)
+                is_aborted()
+            else:
+                assert together(is_aborted, abort) == [None, None]
+                x[:] = 7
+                os.kill(pids[victim], signal.SIGCONT)
+            dist.barrier()
 
-    yield call_and_abort
+    yield stop
     dist.destroy_process_group()
 
 
 @pytest.mark.ranks(2, init=False, fresh=True)
-@pytest.mark.parametrize(
-    ("operation", "root", "victim"), [("broadcast", 0, 1), ("reduce", 0, 0), ("reduce", 1, 1)]
-)
-@pytest.mark.parametrize("stops", ["piece_read"], indirect=True)
-def test_a_reader_that_is_too_late_does_not_return_wrong_data(
-    rank, world_size, operation, root, victim, stops
-):
-    x = np.full(2 * LARGE, 1.0 + rank, np.float32)
-    with direct_group() as group:
-        stops(group, lambda x: getattr(group, operation)(x, root), x)
+def test_a_reader_that_is_too_late_does_not_return_wrong_data(rank, world_size, stop):
+    for operation, root, victim in (("broadcast", 0, 1), ("reduce", 0, 0), ("reduce", 1, 1)):
+        x = np.full(2 * LARGE, 1.0 + rank, np.float32)
+        stop("piece_read", victim, methodcaller(operation, x, root), x)
 
 
 @pytest.mark.ranks(2, init=False, fresh=True)
-@pytest.mark.parametrize("victim", [1])
-@pytest.mark.parametrize("stops", ["pushing"], indirect=True)
-def test_a_stopped_writer_changes_nothing_after_the_call_has_failed(rank, world_size, victim, stops, caplog):
+def test_a_stopped_writer_changes_nothing_after_the_call_has_failed(rank, world_size, stop, caplog):
     with dist.shared_arrays():
         x = np.ones(LARGE, np.float32)
-    with direct_group() as group:
-        stops(group, group.all_reduce, x)
+    stop("pushing", 1, methodcaller("all_reduce", x), x)
     assert rank or (x == 7).all()
     assert ("shares no more arrays" in caplog.text) == (rank == 0)
     with dist.shared_arrays():
