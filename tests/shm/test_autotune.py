@@ -158,10 +158,7 @@ def test_a_call_uses_the_best_of_its_possible_algorithms():
     assert learner.table[autotune.ALGORITHM] == 1
 
 
-def test_one_slow_call_or_a_small_difference_changes_nothing():
-    learner = Learner.of(500, [1000, 800, 1000])
-    learner.call([1060, 860, 1060])
-    assert learner.run(60, [1000, 800, 1000]).count(1) > 50
+def test_a_small_difference_changes_nothing():
     learner = Learner()
     first = learner.run(300, [1000, 990, 995])[-1]
     assert learner.run(100, [1000, 990, 995]).count(first) > 90

@@ -242,20 +242,23 @@ def test_every_schedule(name: str) -> None:
     assert explore(*PROGRAMS[name]) > 80
 
 
-def test_acks_published_in_batches_every_schedule() -> None:
-    four = ", ".join(["isend 0 1"] * 4)
-    assert explore(four, four.replace("send", "recv"), batch=2) > 100
+FOUR_SENDS = "isend 0 1, isend 0 1, isend 0 1, isend 0 1"
+OTHERS: list[tuple[str, str, dict[str, Any]]] = [
+    (FOUR_SENDS, FOUR_SENDS.replace("send", "recv"), {"batch": 2}),  # acks that are published in batches
+    ("isend 0 4, isend 1 3", "recv 0 4, irecv 1 3", {"direct": True}),
+    ("isend 0 4, fail 0 0", "recv 0 4, irecv 1 3", {"direct": True}),
+]
 
 
-@pytest.mark.parametrize("end", ["isend 1 3", "fail 0 0"])
-def test_direct_messages_every_schedule(end: str) -> None:
-    assert explore(f"isend 0 4, {end}", "recv 0 4, irecv 1 3", direct=True) > 50
+@pytest.mark.parametrize(("first", "second", "how"), OTHERS)
+def test_other_ways_every_schedule(first: str, second: str, how: dict[str, Any]) -> None:
+    assert explore(first, second, **how) > 50
 
 
 LONG = PROGRAMS["longer than the ring"]
 WRAP = PROGRAMS["pieces wrap unevenly"]
 TAGS = PROGRAMS["more acks than slots"]
-FOUR = ("isend 0 1, isend 0 1, isend 0 1, isend 0 1", "recv 0 1, recv 0 1, recv 0 1, irecv 0 1")
+FOUR = (FOUR_SENDS, "recv 0 1, recv 0 1, recv 0 1, irecv 0 1")
 DIRECT = ("isend 0 4, isend 1 3", "recv 0 4, irecv 1 3")
 
 PLANTS = [

@@ -6,6 +6,8 @@ checks each result. Planted faults show what the model finds.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from shm.collectives import explore
 from shm.explorer import FOUND
@@ -33,49 +35,29 @@ def test_two_ranks_every_schedule(name: str, hurried: bool) -> None:
     assert explore(2, PROGRAMS[name], again=True, hurried=hurried) > 100
 
 
-MOVING = "gather 20 +1, all_gather 2, blocks_differ 1, all_to_all 4, gather 40 @1 +1"
+OTHERS: list[tuple[int, str, dict[str, Any]]] = [
+    (2, "gather 20 +1, all_gather 2, blocks_differ 1, all_to_all 4, gather 40 @1 +1", {"slot": 64}),
+    (3, "blocks_differ 1, broadcast", {"slot": 128, "group": 2}),
+    # More slots, with every lag that they allow.
+    (2, "all_reduce 5 +0, broadcast 4 +0, sizes_differ 3 +0, all_reduce 4", {"slots": 3}),
+    (2, "all_reduce 5 +1, broadcast 4 +1, sizes_differ 3 +1, all_reduce 4", {"slots": 3}),
+    (2, "all_reduce 5 +2, broadcast 4 +2, sizes_differ 3 +2, all_reduce 4", {"slots": 3}),
+    (3, "broadcast 3 @1 +1, reduce 2, barrier", {"slot": 16}),
+    (3, "all_reduce 2 +1, broadcast 2, all_reduce", {"slot": 16}),
+    (3, "reduce_scatter 3, all_reduce 3", {"slot": 16}),
+    (3, "broadcast 5 +1, all_reduce 1 direct, broadcast 5 @1 +1", {"slot": 16}),
+    # Ranks that meet in two groups.
+    (3, "all_reduce, all_reduce, all_reduce, all_reduce", {"group": 2}),
+    (3, "broadcast 2 @2 +1, reduce, all_reduce 2 +1", {"group": 2}),
+    (3, "broadcast, barrier", {"group": 2, "again": True}),
+    (3, "sizes_differ 1, broadcast 1 @2", {"group": 2, "again": True}),
+    pytest.param(4, "all_reduce, all_reduce, all_reduce", {"group": 2}, marks=pytest.mark.long),
+]  # fmt: skip
 
 
-def test_moving_every_schedule() -> None:
-    assert explore(2, MOVING, slot=64) > 100
-    assert explore(3, "blocks_differ 1, broadcast", slot=128, group=2) > 100
-
-
-@pytest.mark.parametrize("lag", [0, 1, 2])
-def test_more_slots_every_lag_that_they_allow(lag: int) -> None:
-    program = f"all_reduce 5 +{lag}, broadcast 4 +{lag}, sizes_differ 3 +{lag}, all_reduce 4"
-    assert explore(2, program, slots=3) > 100
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "broadcast 3 @1 +1, reduce 2, barrier",
-        "all_reduce 2 +1, broadcast 2, all_reduce",
-        "reduce_scatter 3, all_reduce 3",
-        "broadcast 5 +1, all_reduce 1 direct, broadcast 5 @1 +1",
-    ],
-)
-def test_three_ranks_every_schedule(program: str) -> None:
-    assert explore(3, program, slot=16) > 100
-
-
-@pytest.mark.parametrize(
-    ("again", "program"),
-    [
-        (False, "all_reduce, all_reduce, all_reduce, all_reduce"),
-        (False, "broadcast 2 @2 +1, reduce, all_reduce 2 +1"),
-        (True, "broadcast, barrier"),
-        (True, "sizes_differ 1, broadcast 1 @2"),
-    ],
-)
-def test_three_ranks_in_two_groups_every_schedule(again: bool, program: str) -> None:
-    assert explore(3, program, again, group=2) > 1000
-
-
-@pytest.mark.long  # three ranks in two groups cover most of it
-def test_four_ranks_in_two_groups_every_schedule() -> None:
-    assert explore(4, "all_reduce, all_reduce, all_reduce", group=2) > 10000
+@pytest.mark.parametrize(("size", "program", "how"), OTHERS)
+def test_other_worlds_every_schedule(size: int, program: str, how: dict[str, Any]) -> None:
+    assert explore(size, program, **how) > (100 if "slot" in how or "slots" in how else 1000)
 
 
 AHEAD = PROGRAMS["long all, writing ahead"]

@@ -170,12 +170,8 @@ def test_shapes_and_dtypes(rank, world_size):
     for shape in (3, (3,), [2, 5], (), (0, 4), np.int64(6)):
         for dtype in (np.float32, "f2", np.int8, oracle.RECORD, ">f4", "U5"):
             x = symmetric.zeros(shape, dtype)
-            assert type(x) is np.ndarray
-            assert x.dtype == np.dtype(dtype)
-            assert x.shape == np.zeros(shape).shape
-            assert x.flags.c_contiguous
-            assert x.flags.aligned
-            assert x.flags.writeable
+            assert (type(x), x.dtype, x.shape) == (np.ndarray, np.dtype(dtype), np.zeros(shape).shape)
+            assert x.flags.carray, "contiguous, aligned and writeable"
             assert not x.view(np.uint8).any() if x.shape and x.dtype.isbuiltin else True
             x[...] = np.zeros(1, dtype)
             dist.barrier()

@@ -73,11 +73,22 @@ def test_a_meeting_publishes_to_all_ranks_and_compares(device, number) -> None:
     assert not rank.is_dead()
 
 
-def test_a_peer_may_be_a_call_ahead(device) -> None:
-    ahead = lines(4, (4, CALL, 8, 0), (4, CALL, 8, 0)) | lines(5, (0, 0, 0, 0), (5, CALL, 16, 0))
-    rank = Rank(device, ahead)
-    rank.launch("meet", 4, CALL, 8, 0)
+UNEVEN = signature.encode("gather", np.dtype("f4"))
+AHEAD = lines(5, (0, 0, 0, 0), (5, CALL, 16, 0))
+ARRIVED = {
+    "a call ahead": ((4, CALL, 8, 0), lines(4, (4, CALL, 8, 0), (4, CALL, 8, 0)) | AHEAD, 0),
+    "sizes may differ": ((1, UNEVEN, 8, 3), lines(1, (1, UNEVEN, 8, 3), (1, UNEVEN, 4, (1 << 48) - 3)), 0),
+    "despite stop": ((2, CALL, 8, 0), lines(2, (2, CALL, 8, 0), (2, CALL, 8, 0)), 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ARRIVED)
+def test_a_peer_has_arrived(device, how) -> None:
+    words, page, stop = ARRIVED[how]
+    rank = Rank(device, page, stop)
+    rank.launch("meet", *words)
     assert rank.control(at.STOPPED) == [0]
+    assert not rank.is_dead()
 
 
 OTHERS = {
@@ -104,13 +115,6 @@ def test_a_mismatch_is_reported_to_the_host_and_stops_publishing(device, what) -
     assert rank.control(at.STOPPED) == [7]
 
 
-def test_shapes_may_differ_where_ranks_may_give_different_sizes(device) -> None:
-    uneven = signature.encode("gather", np.dtype("f4"))
-    rank = Rank(device, lines(1, (1, uneven, 8, 3), (1, uneven, 4, (1 << 48) - 3)))
-    rank.launch("meet", 1, uneven, 8, 3)
-    assert rank.control(at.STOPPED) == [0]
-
-
 def test_waiting_ends_when_the_host_sets_stop(device) -> None:
     rank = Rank(device, lines(2, (2, CALL, 8, 0), (1, CALL, 8, 0)), stop=1)
     rank.launch("meet", 2, CALL, 8, 0)
@@ -118,12 +122,6 @@ def test_waiting_ends_when_the_host_sets_stop(device) -> None:
     assert rank.control(at.STOPPED) == [2]
     assert rank.control(at.WHY) == [at.GAVE_UP]
     assert rank.control(at.ARRIVED, 2) == [2, 0]
-
-
-def test_a_rank_that_has_arrived_counts_despite_stop(device) -> None:
-    rank = Rank(device, lines(2, (2, CALL, 8, 0), (2, CALL, 8, 0)), stop=1)
-    rank.launch("meet", 2, CALL, 8, 0)
-    assert not rank.is_dead()
 
 
 def test_poison_is_no_arrival(device) -> None:
