@@ -1,4 +1,4 @@
-"""What several tests read of groups on shared memory, and do to them."""
+"""Functions for tests of groups on shared memory: the tuning table, other threads, and what the process holds."""
 
 from __future__ import annotations
 
