@@ -15,13 +15,14 @@ from itertools import count
 
 import pytest
 from interleaved import shaken
+from together import together
 
 import fastcoll as dist
 from fastcoll.core import gate, group, work
 from fastcoll.errors import AbortedError, NotInitializedError, UsageError
 
 FILES = {gate.__file__, group.__file__, work.__file__, __file__}
-DEADLINE = 30.0
+DEADLINE = 60.0
 
 
 @pytest.fixture
@@ -79,31 +80,18 @@ def program(g: group.ProcessGroup, log: Log, thread: int, kinds: list[bool]) -> 
     assert all(work.wait(DEADLINE) for work in under_way)
 
 
-def run(g: group.ProcessGroup, seed: int, *bodies: Callable[[], None]) -> None:
+def run(seed: int, *bodies: Callable[[], None]) -> None:
     """Run each on its own thread; raise the first error."""
-    errors: list[BaseException] = []
-
-    def guarded(body: Callable[[], None]) -> None:
-        try:
-            body()
-        except BaseException as error:
-            errors.append(error)
-
-    with shaken(FILES, seed):
-        threads = [threading.Thread(target=guarded, args=(body,), daemon=True) for body in bodies]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE)
-    assert not any(thread.is_alive() for thread in threads), "a call hangs"
-    if errors:
-        raise errors[0]
+    with shaken(FILES, seed, 2 * DEADLINE):
+        for error in together(*bodies, deadline=2 * DEADLINE):
+            if error is not None:
+                raise error
 
 
 def check(g: group.ProcessGroup, seed: int) -> None:
     log, dice = Log(), random.Random(seed)
     kinds = [[dice.random() < 0.5 for _ in range(12)] for _ in range(3)]
-    run(g, seed, *(partial(program, g, log, thread, kinds[thread]) for thread in range(3)))
+    run(seed, *(partial(program, g, log, thread, kinds[thread]) for thread in range(3)))
     for thread in range(3):
         assert [number for t, number in log.done if t == thread] == list(range(12)), "out of order"
     assert not g.gate.is_busy()
@@ -152,6 +140,6 @@ def test_every_work_ends_when_the_group_is_closed_meanwhile(seed: int) -> None:
         with suppress(AbortedError):  # of a Work that its caller has not waited for yet
             dist.destroy_process_group(g)
 
-    run(g, seed, partial(caller, 0), partial(caller, 1), closer)
+    run(seed, partial(caller, 0), partial(caller, 1), closer)
     assert sorted(ended) == [0, 1]
     dist.destroy_process_group()

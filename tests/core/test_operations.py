@@ -40,11 +40,8 @@ def test_a_method_takes_a_root_and_an_op_where_its_kind_has_one(method: str) -> 
 @pytest.mark.parametrize(
     ("method", "expected"),
     [
-        ("all_reduce", {"tensor": "out", "op": "an op"}),
         ("reduce", {"tensor": "out", "root": "a root", "op": "an op"}),
         ("reduce_scatter_single", {"output": "out", "input": "in", "op": "an op"}),
-        ("broadcast", {"tensor": "out", "root": "a root"}),
-        ("all_gather_single", {"output": "out", "input": "in"}),
         ("gather", {"tensor": "in", "output_list": "out", "root": "a root"}),
         ("scatter_single", {"tensor": "out", "input": "in", "root": "a root"}),
         ("all_to_all", {"output_list": "out", "input_list": "in"}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 from hypothesis import given, settings
@@ -50,9 +50,7 @@ def test_segments(total: int, most: int) -> None:
 @settings(deadline=None)
 @given(st.lists(COUNTS, min_size=1, max_size=5), st.integers(1, 300), UNITS)
 def test_segments_of_blocks_go_together(counts: list[int], most: int, unit: int) -> None:
-    borders = [0]
-    for count in counts:
-        borders.append(borders[-1] + count * unit)
+    borders = [0, *accumulate(count * unit for count in counts)]
     blocks = [Span(low, high - low) for low, high in pairwise(borders)]
     parts = Segments.of_blocks(blocks, most, unit)
     assert parts.nbytes <= max(most, unit)
@@ -64,11 +62,8 @@ def test_segments_of_blocks_go_together(counts: list[int], most: int, unit: int)
 
 def test_views() -> None:
     x = np.arange(10)
-    assert [list(part) for part in partition.pieces(x.reshape(2, 5), [3, 0, 7])] == [
-        [0, 1, 2],
-        [],
-        [*range(3, 10)],
-    ]
+    three = partition.pieces(x.reshape(2, 5), [3, 0, 7])
+    assert [list(part) for part in three] == [[0, 1, 2], [], [*range(3, 10)]]
     assert [part.size for part in partition.shares(x, 4)] == [3, 3, 2, 2]
     assert [part.size for part in partition.cut(x, 4)] == [4, 4, 2]
     partition.pieces(x, [4, 6])[1][:] = 7

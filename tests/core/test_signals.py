@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
-import time
 
 import numpy as np
 import pytest
+from net.meshes import until
 
 import fastcoll as dist
 from fastcoll import UsageError
@@ -18,10 +17,13 @@ from fastcoll.shm import rings
 
 @pytest.fixture
 def alarm():
-    """Have a signal handler on this thread call a function as soon as `once()` is true; then make a file."""
+    """Have a signal handler on this thread call a function as soon as `once()` is true.
+
+    The file `path` is made when the function has returned or, if `at_once`, when the signal has been sent.
+    """
     main, over, senders = threading.get_ident(), threading.Event(), []
 
-    def ring(function, once, then=None):
+    def ring(function, once, path=None, at_once=False):
         results: list[object] = []
 
         def handle(*_):
@@ -29,14 +31,16 @@ def alarm():
                 results.append(function())
             except dist.FastcollError as error:
                 results.append(type(error))
-            if then is not None:
-                then.touch()
+            if path is not None:
+                path.touch()
 
         def send():
             while not once():
                 if over.wait(1e-3):
                     return
             signal.pthread_kill(main, signal.SIGALRM)
+            if at_once:
+                path.touch()
 
         signal.signal(signal.SIGALRM, handle)
         senders.append(threading.Thread(target=send))
@@ -57,94 +61,63 @@ def receives(group):
 
 
 CALLS = {
-    "short": lambda x: dist.all_reduce(x),
-    "first of its dtype": lambda x: dist.all_reduce(x.astype("i2")),
-    "strided": lambda x: dist.all_reduce(np.ones(8)[::2]),
-    "asynchronous": lambda x: dist.all_reduce(np.ones(3), async_op=True),
-    "barrier with a timeout": lambda x: dist.monitored_barrier(timeout=5),
+    "short": lambda group: group.all_reduce(np.ones(4)),
+    "first of its dtype": lambda group: group.all_reduce(np.ones(4, "i2")),
+    "strided": lambda group: group.all_reduce(np.ones(8)[::2]),
+    "asynchronous": lambda group: group.all_reduce(np.ones(3), async_op=True),
+    "barrier with a timeout": lambda group: group.monitored_barrier(timeout=5),
 }
 
 
-def wait_for_file(path):
-    """Wait for the file that the other rank's handler makes at the end."""
-    while not path.exists():
-        time.sleep(5e-3)
+def new_group(at_end):
+    """Make a group. With `at_end` its waits do not return to Python, so a handler runs when the call is complete."""
+    group = dist.new_group()
+    group.all_reduce(np.ones(4))
+    group.all_reduce(np.ones(8)[::2])  # compiles its kernels, so that the alarm finds the next call waiting
+    if at_end:
+        group.backend.context.words[words.FULL_WAIT + 2] = 50 * 10**9
+    return group
 
 
-@pytest.mark.long
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("outer", ["short", "strided"])
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("outer", [1, 2], ids=["short", "strided"])
 @pytest.mark.parametrize("inner", CALLS)
-def test_a_handler_may_not_call_while_a_call_waits(rank, world_size, alarm, tmp_path, outer, inner):
-    x = np.full(4, rank + 1.0)
-    y = np.full(8, rank + 1.0)[:: 2 if outer == "strided" else 1]
-    dist.all_reduce(x.copy())
-    dist.all_reduce(y)  # compiles its kernels, so that the alarm finds the next call waiting
-    y[:] = rank + 1.0
+def test_a_handler_may_not_call_during_a_call(rank, world_size, alarm, tmp_path, inner, outer, at_end):
+    """Not even at its very end, before the call has returned."""
+    group, path, x = new_group(at_end), tmp_path / "path", np.full(8, rank + 1.0)[::outer]
     results = []
     if rank == 0:
-        results = alarm(lambda: CALLS[inner](x), dist.group.WORLD.gate.is_busy, tmp_path / "handled")
+        results = alarm(lambda: CALLS[inner](group), group.gate.is_busy, path, at_end)
     else:
-        wait_for_file(tmp_path / "handled")
-    dist.all_reduce(y)
+        until(path.exists)
+    group.all_reduce(x)
     assert results == [UsageError] * (1 - rank)
-    assert (y == 3).all()
-    dist.barrier()
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("outer", [1, 2])
-@pytest.mark.parametrize("inner", [1, 2])
-def test_a_handler_at_the_very_end_of_a_call(rank, world_size, alarm, outer, inner):
-    """The signal arrives while compiled code waits; its handler runs when the call is complete.
-
-    Both calls look the same to the other rank, since the signal may also arrive before the first.
-    """
-    dist.all_reduce(np.ones(4))
-    for _ in range(10):
-        first, second = (np.full(8 * step, rank + 1.0)[::step] for step in (outer, inner))
-        results = [None]
-        if rank == 0:
-            due = time.monotonic() + 0.002
-            results = alarm(
-                lambda second=second: dist.all_reduce(second), lambda due=due: time.monotonic() > due
-            )
-        else:
-            time.sleep(0.004)
-        dist.all_reduce(first)
-        while not results:
-            time.sleep(1e-3)
-        if rank == 1 or results != [None]:
-            assert results in ([None], [UsageError])
-            dist.all_reduce(second)
-        assert (first == 3).all()
-        assert (second == 3).all()
+    assert (x == 3).all()
+    group.barrier()
 
 
 @pytest.mark.ranks(2)
 def test_a_handler_while_a_call_waits_for_another_threads_call(rank, world_size, alarm, tmp_path):
     """This thread's call has not begun, because another thread's is under way."""
-    first, second = np.full(4, rank + 1.0), np.full(8, rank + 1.0)
-    dist.all_reduce(first.copy())
-    dist.all_reduce(np.ones(8)[::2])
-    if rank == 1:
-        wait_for_file(tmp_path / "handled")
-        dist.all_reduce(first)
-        dist.all_reduce(second[::2])
-        dist.barrier()
-        return
-    thread = threading.Thread(target=dist.all_reduce, args=(first,))
-    thread.start()
-    while not dist.group.WORLD.gate.is_busy():
-        time.sleep(1e-3)
-    main, gate = threading.get_ident(), dist.group.WORLD.gate
-    results = alarm(lambda: dist.all_reduce(np.ones(3)), lambda: main in gate._inside, tmp_path / "handled")
-    dist.all_reduce(second[::2])
+    group, path = new_group(False), tmp_path / "handled"
+    first, second = np.full(4, rank + 1.0), np.full(8, rank + 1.0)[::2]
+    main, thread = threading.get_ident(), threading.Thread(target=group.all_reduce, args=(first,))
+    if rank == 0:
+        thread.start()
+        until(group.gate.is_busy)
+        results = alarm(lambda: group.all_reduce(np.ones(3)), lambda: main in group.gate._inside, path)
+        group.all_reduce(second)
+        assert results == [UsageError]
+    else:
+        until(path.exists)
+        thread.start()
+        thread.join()
+        group.all_reduce(second)
     thread.join()
-    assert results == [UsageError]
     assert (first == 3).all()
-    assert (second[::2] == 3).all()
-    dist.barrier()
+    assert (second == 3).all()
+    group.barrier()
 
 
 @pytest.mark.ranks(2)
@@ -157,50 +130,33 @@ def test_a_handler_may_not_wait_for_messages_while_a_receive_waits(
     for _ in range(2):  # what receives need is compiled by now, and the alarm finds the next one waiting
         (dist.recv if rank == 0 else dist.send)(np.zeros(1, "u1"), 1 - rank)
     dist.barrier()
-    results = []
+    world, call = dist.group.WORLD, getattr(dist, inner)
     if rank == 0:
-        world = dist.group.WORLD
-        call = lambda: getattr(dist, inner)(np.ones(2), 1, tag=5)  # noqa: E731
-        results = alarm(call, lambda: receives(world), tmp_path / "handled")
+        results = alarm(lambda: call(np.ones(2), 1, tag=5), lambda: receives(world), tmp_path / "handled")
         dist.recv(x, 1)
+        assert results == [UsageError]
+        assert (x == 7).all()
     else:
-        wait_for_file(tmp_path / "handled")
+        until((tmp_path / "handled").exists)
         dist.send(np.full(4, 7, kind), 0)
-    assert results == [UsageError] * (1 - rank)
-    assert rank == 1 or (x == 7).all()
     dist.barrier()
 
 
 @pytest.mark.ranks(2)
-def test_any_exception_of_a_handler_is_raised(rank, world_size, tmp_path):
+def test_any_exception_of_a_handler_is_raised(rank, world_size, alarm, tmp_path):
     """Also a TypeError, which compiled code raises as well, if an argument is no integer."""
+    group, path, x = new_group(True), tmp_path / "sent", np.full(4, rank + 1.0)
 
-    def careless(*_):
+    def careless():
         raise TypeError("of the handler's own")
 
-    def send_when_it_waits():
-        while not group.gate.is_busy():
-            time.sleep(1e-3)
-        os.kill(os.getpid(), signal.SIGALRM)
-        (tmp_path / "sent").touch()
-
-    dist.all_reduce(np.ones(4))
-    group, x = dist.new_group(), np.full(4, rank + 1.0)
-    group.all_reduce(x.copy())
-    if rank == 1:
-        wait_for_file(tmp_path / "sent")
+    if rank == 0:
+        alarm(careless, group.gate.is_busy, path, True)
+        with pytest.raises(TypeError, match="handler's own"):
+            group.all_reduce(x)
+    else:
+        until(path.exists)
         group.all_reduce(x)
-        group.barrier()
-        return
-    # So that the handler runs when the call is complete.
-    group.backend.context.words[words.FULL_WAIT + 2] = 50 * 10**9
-    before = signal.signal(signal.SIGALRM, careless)
-    thread = threading.Thread(target=send_when_it_waits)
-    thread.start()
-    with pytest.raises(TypeError, match="handler's own"):
-        group.all_reduce(x)
-    thread.join()
-    signal.signal(signal.SIGALRM, before)
     assert (x == 3).all()
     group.barrier()
 
