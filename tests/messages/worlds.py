@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import socket
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from net.meshes import until
+from together import together
 
 from fastcoll.arrays.arrays import import_array
 from fastcoll.core.message import Status
 from fastcoll.core.monitor import IN_ORDER, Monitor
 from fastcoll.core.operands import ANY_TAG
 from fastcoll.core.work import Work
+from fastcoll.errors import AbortedError
 from fastcoll.kernels.primitives import address_of
 from fastcoll.net.tcp import mail_frames
 from fastcoll.net.tcp.pipe import TcpPipe
@@ -34,6 +36,7 @@ from fastcoll.system.processes import Member, dead_among
 RING = 4096
 _CONTEXT = np.zeros(context_layout.MEMO, np.int64)  # of a group that is not shut
 DEADLINE = 60.0
+COMPILES = 240.0  # seconds in which the kernels of a first call are compiled, on any machine
 
 
 class Rank:
@@ -87,38 +90,40 @@ def fields(status: Status) -> tuple[int, ...]:
     return status.source, status.tag, status.count, status.nbytes
 
 
-class World(ABC):
-    """Some ranks in one process."""
+class World:
+    """Some ranks in one process. Those of a node share a segment; all others have TCP connections."""
+
+    PER_NODE = 2  # ranks; 0: there are no segments
 
     def __init__(self, size: int, timeout: float = DEADLINE, members: list[Member] | None = None) -> None:
         self.members = members or [Member.here(rank, size, "shm") for rank in range(size)]
-        self._segments: list[Segment] = []
         self.meshes: list[PairMesh] = []
         self.meshes += [PairMesh(self.meshes, rank) for rank in range(size)]
         self._published = [(IN_ORDER, "")] * size
-        self._prepare()
+        firsts = range(0, size, self.PER_NODE) if self.PER_NODE else ()
+        self._nodes = [range(first, min(first + self.PER_NODE, size)) for first in firsts]
+        self._segments = [_segment(len(node)) for node in self._nodes]
         self.ranks = []
         for rank in range(size):
             monitor = self._monitor(rank)
-            self.ranks.append(
-                Rank(rank, monitor, Engine(self._routes(rank, monitor), rank, monitor, timeout))
-            )
-
-    @abstractmethod
-    def _prepare(self) -> None:
-        """Make the segments."""
-
-    def _add_segment(self, size: int) -> None:
-        name = new_name()
-        self._segments.append(Segment.create(name, Layout(size, 4096, RING)))
-        unlink(name)
+            engine = Engine(self._routes(rank, monitor), rank, monitor, timeout)
+            self.ranks.append(Rank(rank, monitor, engine))
 
     def _monitor(self, rank: int) -> Monitor:
         return ListMonitor(self._published, self.members, rank)
 
-    @abstractmethod
     def _routes(self, rank: int, monitor: Monitor) -> list[Any]:
         """Return, by rank, the pipe to it and its number there."""
+        size = len(self.members)
+        # None if all ranks are on one node, since no engine would close it.
+        wire = TcpPipe(self.meshes[rank], monitor, 20_000) if size > self.PER_NODE else None
+        routes: list[Any] = [(wire, peer) for peer in range(size)]
+        if self.PER_NODE:
+            node, index = divmod(rank, self.PER_NODE)
+            rings = _ring_pipe(self._segments[node], index, monitor)
+            for number, peer in enumerate(self._nodes[node]):
+                routes[peer] = (rings, number)
+        return routes
 
     def run(self, *programs: Callable[[Rank], None]) -> None:
         """Run a program for each rank at the same time; raise the first error."""
@@ -129,18 +134,12 @@ class World(ABC):
                 program(rank)
             except BaseException as error:
                 errors.append(error)
+                rank.monitor.fail(AbortedError("its program failed"))  # so that no other rank waits for it
 
-        threads = [
-            threading.Thread(target=guarded, args=pair, daemon=True)
-            for pair in zip(programs, self.ranks, strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE if not errors else 5.0)
+        calls = (partial(guarded, *pair) for pair in zip(programs, self.ranks, strict=True))
+        together(*calls, deadline=COMPILES)
         if errors:
             raise errors[0]
-        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -155,47 +154,29 @@ class World(ABC):
 
 
 class RingWorld(World):
-    """A world over one segment."""
+    """A world on one node."""
 
-    def _prepare(self) -> None:
-        self._add_segment(len(self.members))
+    PER_NODE = 1 << 20
 
     def _monitor(self, rank: int) -> Monitor:
         return ShmMonitor(self._segments[0], self.members, rank)
 
-    def _routes(self, rank: int, monitor: Monitor) -> list[Any]:
-        pipe = _ring_pipe(self._segments[0], rank, monitor)
-        return [(pipe, peer) for peer in range(len(self.members))]
-
 
 class WireWorld(World):
-    """A world over TCP connections."""
+    """A world over TCP connections alone."""
 
-    def _prepare(self) -> None: ...
-
-    def _routes(self, rank: int, monitor: Monitor) -> list[Any]:
-        pipe = TcpPipe(self.meshes[rank], monitor, 20_000)
-        return [(pipe, peer) for peer in range(len(self.members))]
+    PER_NODE = 0
 
 
 class NodeWorld(World):
-    """A world of two ranks on each node, over segments inside nodes and TCP connections between them."""
+    """A world over both: two ranks on each node."""
 
-    def _prepare(self) -> None:
-        size = len(self.members)
-        self._nodes = [list(range(first, min(first + 2, size))) for first in range(0, size, 2)]
-        for node in self._nodes:
-            self._add_segment(len(node))
 
-    def _routes(self, rank: int, monitor: Monitor) -> list[Any]:
-        local = self._nodes[rank // 2]
-        rings = _ring_pipe(self._segments[rank // 2], rank % 2, monitor)
-        # None if all ranks are on one node, since no engine would close it.
-        wire = TcpPipe(self.meshes[rank], monitor, 20_000) if len(local) < len(self.members) else None
-        routes: list[Any] = [(wire, peer) for peer in range(len(self.members))]
-        for index, peer in enumerate(local):
-            routes[peer] = (rings, index)
-        return routes
+def _segment(size: int) -> Segment:
+    name = new_name()
+    segment = Segment.create(name, Layout(size, 4096, RING))
+    unlink(name)
+    return segment
 
 
 def _ring_pipe(segment: Segment, index: int, monitor: Monitor) -> RingPipe:
@@ -268,6 +249,13 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 def pipe_to(me: Rank, dst: int) -> tuple[Any, int]:
     return me.mailbox._routes[dst]
+
+
+def taken(me: Rank, count: int, src: int, tag: int = 0, dtype: Any = np.uint8) -> np.ndarray:
+    """Receive an array from a rank, in a blocking call; return it."""
+    got = np.zeros(count, dtype)
+    assert me.recv(got, src, tag) == src
+    return got
 
 
 def pattern(nbytes: int, seed: int = 0) -> np.ndarray:

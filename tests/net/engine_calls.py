@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from fastcoll import ReduceOp
+from fastcoll.core.operations import KINDS
 from fastcoll.net.tcp.context import PreparedPlan
 from net.engines import Array, Engines
 
@@ -28,6 +29,10 @@ def _join(a: Any, b: Any) -> Any:
 
 
 JOIN = ReduceOp.custom(_join, "join")
+OPERATIONS = (
+    *("all_reduce", "sum", "reduce", "scan", "reduce_scatter"),  # the sum may combine the ranks in any order
+    *("broadcast", "all_gather", "all_to_all", "barrier", "refused"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,12 @@ class Call:
 
     def of(self, engines: Engines, rank: int) -> Part:
         """Return one rank's part of the call."""
-        return _PARTS[self.operation](self, engines, rank)
+        arrays, sized, expected = _arrays(self, engines.size, rank)
+        name = "all_reduce" if self.operation == "sum" else self.operation
+        op = ReduceOp.SUM if self.operation == "sum" else JOIN if KINDS[name].reduces else None
+        root = self.root if KINDS[name].root else 0
+        prepared = engines.prepare(rank, name, arrays, [x.nbytes for x in sized], op, root)
+        return Part(prepared, arrays, expected)
 
 
 @dataclass
@@ -71,78 +81,30 @@ def runs(call: Call, first: int, last: int, salt: int = 0) -> Array:
     return found
 
 
-def _rubbish(call: Call) -> Array:
-    return np.full(call.count, 0xA5, np.uint8).repeat(RUN.itemsize).view(RUN)
-
-
-def _all_reduce(call: Call, engines: Engines, rank: int) -> Part:
-    x = runs(call, rank, rank)
-    prepared = engines.prepare(rank, "all_reduce", [x], [x.nbytes], JOIN)
-    return Part(prepared, [x], {0: runs(call, 0, engines.size - 1)})
-
-
-def _sum(call: Call, engines: Engines, rank: int) -> Part:
-    """Return an all_reduce that may combine the ranks in any order."""
-    x = np.arange(call.count) + call.salt + rank
-    total = engines.size * (np.arange(call.count) + call.salt) + sum(range(engines.size))
-    prepared = engines.prepare(rank, "all_reduce", [x], [x.nbytes], ReduceOp.SUM)
-    return Part(prepared, [x], {0: total})
-
-
-def _reduce(call: Call, engines: Engines, rank: int) -> Part:
-    x, out = runs(call, rank, rank), _rubbish(call)
-    prepared = engines.prepare(rank, "reduce", [out, x], [x.nbytes], JOIN, call.root)
-    wanted = runs(call, 0, engines.size - 1) if rank == call.root else out.copy()
-    return Part(prepared, [out, x], {0: wanted, 1: x.copy()})
-
-
-def _scan(call: Call, engines: Engines, rank: int) -> Part:
-    x, out = runs(call, rank, rank), _rubbish(call)
-    prepared = engines.prepare(rank, "scan", [out, x], [x.nbytes], JOIN)
-    return Part(prepared, [out, x], {0: runs(call, 0, rank), 1: x.copy()})
-
-
-def _reduce_scatter(call: Call, engines: Engines, rank: int) -> Part:
-    everybody = range(engines.size)
-    blocks = [runs(call, rank, rank, salt=block) for block in everybody]
-    arrays = [_rubbish(call), *blocks]
-    prepared = engines.prepare(rank, "reduce_scatter", arrays, [block.nbytes for block in blocks], JOIN)
-    return Part(prepared, arrays, {0: runs(call, 0, engines.size - 1, salt=rank)})
-
-
-def _broadcast(call: Call, engines: Engines, rank: int) -> Part:
-    x = runs(call, rank, rank) if rank == call.root else _rubbish(call)
-    prepared = engines.prepare(rank, "broadcast", [x], [x.nbytes], root=call.root)
-    return Part(prepared, [x], {0: runs(call, call.root, call.root)})
-
-
-def _all_gather(call: Call, engines: Engines, rank: int) -> Part:
-    arrays = [*(_rubbish(call) for _ in range(engines.size)), runs(call, rank, rank)]
-    prepared = engines.prepare(rank, "all_gather", arrays, [x.nbytes for x in arrays[:-1]])
-    return Part(prepared, arrays, {other: runs(call, other, other) for other in range(engines.size)})
-
-
-def _all_to_all(call: Call, engines: Engines, rank: int) -> Part:
-    everybody = range(engines.size)
-    arrays = [_rubbish(call) for _ in everybody] + [runs(call, rank, other) for other in everybody]
-    prepared = engines.prepare(rank, "all_to_all", arrays, [x.nbytes for x in arrays])
-    return Part(prepared, arrays, {other: runs(call, other, rank) for other in everybody})
-
-
-def _meeting(call: Call, engines: Engines, rank: int) -> Part:
-    return Part(engines.prepare(rank, call.operation, [], []), [])
-
-
-_PARTS: dict[str, Callable[[Call, Engines, int], Part]] = {
-    "all_reduce": _all_reduce,
-    "sum": _sum,
-    "reduce": _reduce,
-    "scan": _scan,
-    "reduce_scatter": _reduce_scatter,
-    "broadcast": _broadcast,
-    "all_gather": _all_gather,
-    "all_to_all": _all_to_all,
-    "barrier": _meeting,
-    "refused": _meeting,
-}
-OPERATIONS = tuple(_PARTS)
+def _arrays(call: Call, size: int, rank: int) -> tuple[list[Array], list[Array], dict[int, Array]]:
+    """Return a rank's arrays, those whose sizes ranks compare, and the expected contents by index."""
+    everybody, mine, total = range(size), runs(call, rank, rank), runs(call, 0, size - 1)
+    outs = [np.full(call.count, 0xA5, np.uint8).repeat(RUN.itemsize).view(RUN) for _ in everybody]
+    out, is_root = outs[0], rank == call.root
+    match call.operation:
+        case "all_reduce":
+            return [mine], [mine], {0: total}
+        case "sum":
+            x = np.arange(call.count) + call.salt
+            return [x + rank], [x], {0: size * x + sum(everybody)}
+        case "reduce":
+            return [out, mine], [mine], {0: total if is_root else out.copy(), 1: mine.copy()}
+        case "scan":
+            return [out, mine], [mine], {0: runs(call, 0, rank), 1: mine.copy()}
+        case "reduce_scatter":
+            blocks = [runs(call, rank, rank, salt=block) for block in everybody]
+            return [out, *blocks], blocks, {0: runs(call, 0, size - 1, salt=rank)}
+        case "broadcast":
+            x = mine if is_root else out
+            return [x], [x], {0: runs(call, call.root, call.root)}
+        case "all_gather":
+            return [*outs, mine], outs, {other: runs(call, other, other) for other in everybody}
+        case "all_to_all":
+            arrays = [*outs, *(runs(call, rank, other) for other in everybody)]
+            return arrays, arrays, {other: runs(call, other, rank) for other in everybody}
+    return [], [], {}

@@ -38,7 +38,7 @@ class Engines:
         streams: connections between two ranks.
         payload: bytes that may be attached to a header, with many short segments; None: as in a group.
         seed: of the order in which ranks and connections are served.
-        piece: most bytes that are carried at a time.
+        transfer: most bytes that are carried at a time.
         buffer: bytes that a connection asks the kernel to buffer in one direction; the kernel more than doubles it.
     """
 

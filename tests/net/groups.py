@@ -17,7 +17,7 @@ from net.meshes import crew
 
 @contextlib.contextmanager
 def groups(
-    n: int, store: Any = None, timeout: float = 20.0, first_rank: int = 0
+    n: int, store: Any = None, timeout: float = 60.0, first_rank: int = 0
 ) -> Iterator[list[ProcessGroup]]:
     """Make the groups of n ranks, and close them at the end. The first one is `first_rank` of the job."""
     shared = HashStore() if store is None else store
@@ -34,6 +34,8 @@ def groups(
         together(*(each.close for each in made if isinstance(each, ProcessGroup)))
 
 
-def everybody(made: list[ProcessGroup], call: Callable[[ProcessGroup], Any]) -> list[Any]:
-    """Run a call on all ranks; return what each returns or raises."""
-    return together(*(lambda group=group: call(group) for group in made))
+def everybody(
+    made: list[ProcessGroup], call: Callable[[ProcessGroup], Any], *others: Callable[[], Any]
+) -> list[Any]:
+    """Run a call on all ranks, and others beside it; return what each returns or raises."""
+    return together(*(lambda group=group: call(group) for group in made), *others)

@@ -6,14 +6,17 @@ import contextlib
 import gc
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from together import together
 
+from fastcoll import config
 from fastcoll.net.tcp.mesh import Mesh
 from fastcoll.store import HashStore
 from fastcoll.system.processes import Member
@@ -26,7 +29,7 @@ def crew(n: int) -> list[Member]:
 
 
 def make_all(
-    n: int, store: Any = None, members: Sequence[Member] | None = None, timeout: float = 20.0
+    n: int, store: Any = None, members: Sequence[Member] | None = None, timeout: float = 60.0
 ) -> list[Any]:
     """Make every rank's mesh; return the meshes, or the errors."""
     shared = HashStore() if store is None else store
@@ -35,7 +38,7 @@ def make_all(
 
 
 @contextlib.contextmanager
-def meshes(n: int, store: Any = None, timeout: float = 20.0) -> Iterator[list[Mesh]]:
+def meshes(n: int, store: Any = None, timeout: float = 60.0) -> Iterator[list[Mesh]]:
     """Connect n meshes, and close them in order at the end."""
     made = make_all(n, store, timeout=timeout)
     errors = [each for each in made if isinstance(each, BaseException)]
@@ -95,6 +98,21 @@ def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     return found
 
 
+@contextlib.contextmanager
+def alarm(handler: Callable[..., None], waits: Callable[[], bool]) -> Iterator[None]:
+    """Send the main thread a signal, for the handler, as soon as it waits in a call."""
+
+    def send() -> None:
+        until(waits)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
+    before, thread = signal.signal(signal.SIGALRM, handler), threading.Thread(target=send)
+    thread.start()
+    yield
+    thread.join()
+    signal.signal(signal.SIGALRM, before)
+
+
 def died_of(mesh: Mesh) -> Any:
     """Poll the mesh's monitor as a waiting call does; return its decision."""
     return until(lambda: mesh.monitor.decide([], "testing"))
@@ -103,6 +121,17 @@ def died_of(mesh: Mesh) -> Any:
 def elsewhere(member: Member) -> Member:
     """Return the same rank on a machine that this one cannot observe."""
     return replace(member, boot_id="another", host="far")
+
+
+@contextlib.contextmanager
+def default_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run without settings of the environment."""
+    for name in list(os.environ):
+        if name.startswith(("FASTCOLL_", "GLOO_")):
+            monkeypatch.delenv(name)
+    config.forget()
+    yield
+    config.forget()
 
 
 @contextlib.contextmanager
@@ -116,7 +145,7 @@ def nothing_left() -> Iterator[None]:
         new = [pair for pair in open_descriptors().items() if pair not in descriptors.items()]
         return [thread for thread in threading.enumerate() if thread not in threads] + new
 
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while (found := left()) and time.monotonic() < end:
         time.sleep(0.01)
     assert not found, f"left behind: {found}"

@@ -97,9 +97,7 @@ class Call:
             self._add(*self._parts(rank))
 
     def _parts(self, rank: int) -> tuple[Any, ...]:
-        """Return the arguments of `_add`. `own` makes one rank's items for another, `total` the items of the ranks, in
-        order.
-        """
+        """Return the arguments of `_add`."""
         operation, everybody, root = self.case.operation, range(self.case.size), self.case.root
         own, total, kept = self._own, self._reduced, [None] * self.case.size
         match operation:
@@ -108,12 +106,8 @@ class Call:
             case "all_reduce":
                 return [own(rank, 0)], [total(0, everybody)]
             case "reduce" | "scan" | "exscan":
-                of = {
-                    "reduce": everybody if rank == root else (),
-                    "scan": range(rank + 1),
-                    "exscan": range(rank),
-                }
-                ranks = of[operation]
+                of = {"reduce": everybody if rank == root else (), "scan": range(rank + 1)}
+                ranks = of.get(operation, range(rank))
                 return [like(own(rank, 0)), own(rank, 0)], [total(0, ranks) if ranks else None, None], (0, 1)
             case "reduce_scatter":
                 out, blocks = total(rank, everybody), [own(rank, block) for block in everybody]
@@ -149,6 +143,7 @@ class Call:
         self.expected.append(wanted)
 
     def _reduced(self, block: int, ranks: Iterable[int]) -> np.ndarray:
+        """Make the items of some ranks for another, in the order of the ranks."""
         terms = [self._own(rank, block) for rank in ranks]
         result = np.empty(len(terms[0]), object)
         result[:] = ["".join(items) for items in zip(*terms, strict=True)]
@@ -199,31 +194,27 @@ def lengths(case: Case, plan: Plan, arrays: Sequence[np.ndarray]) -> dict[int, i
 
 def check_attached(case: Case, plans: Sequence[Plan]) -> None:
     """Check that a rank's plan uses exactly the bytes that the others attach for it."""
+    sent = [[0] * case.size for _ in plans]
+    for giver, plan in enumerate(plans):
+        for row in plan.table.tolist():
+            if row[t.KIND] == t.PAYLOAD:
+                sent[row[t.PEER]][giver] += row[t.NBYTES]
     for rank, plan in enumerate(plans):
-        sent = [
-            sum(
-                row[t.NBYTES]
-                for row in other.table.tolist()
-                if row[t.KIND] == t.PAYLOAD and row[t.PEER] == rank
-            )
-            for other in plans
-        ]
-        require(sent == attached_to(plan, case), f"{case}: attached to {rank}")
+        require(sent[rank] == attached_to(plan, case), f"{case}: attached to {rank}")
 
 
 def compare(got: np.ndarray, wanted: np.ndarray, promise: int, where: str) -> None:
+    def sorted_symbols(item: str) -> list[str]:
+        return sorted(item[at : at + _SYMBOL] for at in range(0, len(item), _SYMBOL))
+
     for at, (item, expected) in enumerate(zip(got, wanted, strict=True)):
         if promise == ONE_PASS:
             right = item == (joined(expected) if len(expected) > _SYMBOL else expected)
         elif promise == IN_ORDER:
             right = item.translate(_FLAT) == expected
         else:
-            right = _sorted(item.translate(_FLAT)) == _sorted(expected)
+            right = sorted_symbols(item.translate(_FLAT)) == sorted_symbols(expected)
         require(right, f"{where}, item {at}: {item!r} instead of {expected!r}")
-
-
-def _sorted(item: str) -> list[str]:
-    return sorted(item[at : at + _SYMBOL] for at in range(0, len(item), _SYMBOL))
 
 
 def attached_to(plan: Plan, case: Case) -> list[int]:

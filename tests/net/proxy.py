@@ -13,7 +13,7 @@ class Proxy:
 
     Args:
         target: (address, port) of the real listener.
-        piece: most bytes to forward at a time; 0: as they arrive.
+        transfer: most bytes to forward at a time; 0: as they arrive.
         hold: forward at most so many bytes of a connection in one direction, and set `held`.
     """
 
@@ -21,7 +21,7 @@ class Proxy:
         self._target = target
         self._transfer, self._hold = transfer or 1 << 16, hold
         self.held, self._released = threading.Event(), threading.Event()
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._ends: list[socket.socket] = []  # of each connection the dialed and the onward one
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -29,15 +29,14 @@ class Proxy:
 
     def reset(self) -> None:
         """Reset all connections, on both sides."""
-        for pair in self._pairs:
-            for end in pair:
-                with contextlib.suppress(OSError):
-                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._end_pumps(socket.SHUT_RD)  # wakes the threads, which close the connections
 
     def half_close(self) -> None:
         """Send end-of-file to the side that dialed; its own bytes are still forwarded."""
-        for dialed, _ in self._pairs:
+        for dialed in self._ends[::2]:
             with contextlib.suppress(OSError):
                 dialed.shutdown(socket.SHUT_WR)
 
@@ -50,16 +49,14 @@ class Proxy:
         self._end_pumps(socket.SHUT_RDWR)
 
     def _end_pumps(self, how: int) -> None:
-        for pair in self._pairs:
-            for end in pair:
-                with contextlib.suppress(OSError):
-                    end.shutdown(how)
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(how)
         self._released.set()
         for thread in self._threads[1:]:
             thread.join()
-        for pair in self._pairs:
-            for end in pair:
-                end.close()
+        for end in self._ends:
+            end.close()
 
     def _start(self, run: object, *args: object) -> None:
         thread = threading.Thread(target=run, args=args, daemon=True)  # type: ignore[arg-type]
@@ -73,7 +70,7 @@ class Proxy:
             except OSError:
                 return
             onward = socket.create_connection(self._target)
-            self._pairs.append((dialed, onward))
+            self._ends += (dialed, onward)
             for end in (dialed, onward):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._start(self._pump, dialed, onward)

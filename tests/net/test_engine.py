@@ -16,9 +16,10 @@ from net.engine_calls import Call, Part
 from net.engines import FREE, Engines
 
 
-def begin(engines: Engines, call: Call, ranks: list[int]) -> list[Part]:
-    """Return the parts of all ranks, of which some have begun."""
-    parts = [call.of(engines, rank) for rank in range(engines.size)]
+def begin(engines: Engines, calls: Call | list[Call], ranks: list[int]) -> list[Part]:
+    """Return the parts of all ranks in a call, or in calls that differ; some of them have begun."""
+    made = calls if isinstance(calls, list) else [calls] * engines.size
+    parts = [call.of(engines, rank) for rank, call in enumerate(made)]
     for rank in ranks:
         assert engines.begin(rank, parts[rank].prepared, parts[rank].arrays) == WORKED
     return parts
@@ -38,30 +39,19 @@ def carry_all(engines: Engines) -> None:
         pass
 
 
-def test_a_call_waits_for_a_rank_that_has_not_arrived() -> None:
-    with Engines(3) as engines:
-        parts = begin(engines, Call("all_reduce", 7), [0, 1])
-        carry_all(engines)
-        assert sweep(engines, parts, 0) == WORKED
-        numbers = engines.contexts[0].headers()[:, words.NUMBER]
-        assert numbers.tolist() == [1, 1, 0]
-        assert engines.contexts[0].in_progress
-
-
 def test_a_sleeping_engine_reports_the_ranks_it_waits_for() -> None:
     with Engines(4) as engines:
         context = engines.contexts[0]
         context.words[words.BACKOFF_SWEEPS] = 0
         context.words[words.BACKOFF + waiting.BUDGET] = 1 << 40
-        part = Call("barrier", 0).of(engines, 0)
-        assert engines.begin(0, part.prepared, part.arrays) == AGAIN
+        parts = begin(engines, Call("barrier", 0), [1, 3])
+        assert engines.begin(0, parts[0].prepared, parts[0].arrays) == AGAIN
         assert context.waited_for == [1, 2, 3]
-        for rank in (1, 3):
-            other = Call("barrier", 0).of(engines, rank)
-            engines.begin(rank, other.prepared, other.arrays)
         carry_all(engines)
-        assert engines.go_on(0, part.prepared) == AGAIN
+        assert engines.go_on(0, parts[0].prepared) == AGAIN
         assert context.waited_for == [2]
+        assert context.headers()[:, words.NUMBER].tolist() == [1, 1, 0, 1]
+        assert context.in_progress
 
 
 @pytest.mark.parametrize("count", [7, 40_000])
@@ -112,9 +102,7 @@ def test_an_invalid_header_is_garbled(word: int, value: int) -> None:
 def test_a_mismatched_call_is_in_progress_until_its_headers_are_read() -> None:
     """So an exception before that fails the group."""
     with Engines(2) as engines:
-        parts = [Call("all_reduce", 7 + rank).of(engines, rank) for rank in range(2)]
-        for rank, part in enumerate(parts):
-            engines.begin(rank, part.prepared, part.arrays)
+        parts = begin(engines, [Call("all_reduce", 7), Call("all_reduce", 8)], [0, 1])
         carry_all(engines)
         assert sweep(engines, parts, 0) == MISMATCH
         assert engines.contexts[0].in_progress
@@ -125,10 +113,8 @@ def test_a_mismatched_call_is_in_progress_until_its_headers_are_read() -> None:
 def test_bytes_of_the_next_call_are_kept_when_the_calls_differ() -> None:
     """Rank 0 expects 2000 bytes with the header, and receives fewer, then the beginning of rank 1's next call."""
     with Engines(2) as engines:
-        wrong = [Call("all_reduce", 133).of(engines, 0), Call("barrier", 0).of(engines, 1)]
-        right = [Call("all_reduce", 50).of(engines, rank) for rank in range(2)]
-        for rank, part in enumerate(wrong):
-            engines.begin(rank, part.prepared, part.arrays)
+        wrong = begin(engines, [Call("all_reduce", 133), Call("barrier", 0)], [0, 1])
+        right = begin(engines, Call("all_reduce", 50), [])
         engines.carry(0, 1)
         assert sweep(engines, wrong, 1) == MISMATCH
         engine.after_mismatch.call(engines.contexts[1].address)

@@ -35,16 +35,13 @@ from fastcoll.rendezvous import dials
 from fastcoll.rendezvous.listener import Listener
 from fastcoll.store.opening import ConnectionKind
 from net.groups import everybody, groups
-from net.meshes import ProxiedStore, nothing_left, until
+from net.meshes import ProxiedStore, default_settings, nothing_left, until
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("FASTCOLL_TCP_STREAMS", raising=False)
-    config.forget()
-    with nothing_left():
+    with default_settings(monkeypatch), nothing_left():
         yield
-    config.forget()
 
 
 def total(group: ProcessGroup, count: int = 3) -> float:
@@ -85,8 +82,7 @@ def test_a_reset_in_the_middle_ends_the_call_on_both_sides() -> None:
             for proxy in store.proxies.values():
                 proxy.reset()
 
-        *errors, _ = together(*(lambda g=group: total(g, 1_000_000) for group in made), reset)
-        for rank, error in enumerate(errors):
+        for rank, error in enumerate(everybody(made, lambda group: total(group, 1_000_000), reset)[:2]):
             assert isinstance(error, PeerDiedError), error
             assert error.ranks == (1 - rank,)
             with pytest.raises(PeerDiedError, match=f"rank {1 - rank}"):
@@ -108,11 +104,9 @@ def test_all_missing_ranks_are_named(missing: tuple[int, ...]) -> None:
             until(lambda: all(group.backend._late() == expected for group in early))
             last.monitored_barrier(timeout=0.2)
 
-        errors = together(
-            *(lambda g=group: g.fast.monitored_barrier(timeout=60.0) for group in early), short_of_time
-        )
-        assert isinstance(errors[-1], CollectiveTimeoutError)
-        for error in errors:
+        *others, found = everybody(early, lambda g: g.fast.monitored_barrier(timeout=90.0), short_of_time)
+        assert isinstance(found, CollectiveTimeoutError)
+        for error in (found, *others):
             assert isinstance(error, CollectiveTimeoutError | AbortedError), error
             assert error.ranks == missing, error
             assert all(f"rank {rank} " in str(error) for rank in missing)
@@ -234,8 +228,7 @@ def test_abort_from_another_thread_ends_the_call_everywhere(count: int) -> None:
             store.await_held() if count > 3 else until(lambda: all(group.gate.is_busy() for group in waiting))
             made[0].abort("had enough")
 
-        *errors, _ = together(*(lambda g=group: total(g, count) for group in waiting), abort)
-        for error in errors:
+        for error in everybody(waiting, lambda group: total(group, count), abort)[:-1]:
             assert isinstance(error, AbortedError), error
             assert "had enough" in str(error)
             assert "rank 0" in str(error)
@@ -333,24 +326,22 @@ def test_data_that_a_root_sent_before_it_left_arrives(n: int) -> None:
         everybody(made, lambda group: spread(group, 7))  # from the second call on, the root returns early
         for value in range(5):
             spread(made[0], value)
-        leaves = (lambda g=group: [spread(g, -1) for _ in range(5)] for group in made[1:])
-        assert together(made[0].close, *leaves) == [None] + [[0.0, 1.0, 2.0, 3.0, 4.0]] * (n - 1)
+        found = everybody(made[1:], lambda group: [spread(group, -1) for _ in range(5)], made[0].close)
+        assert found == [[0.0, 1.0, 2.0, 3.0, 4.0]] * (n - 1) + [None]
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_root_reports_a_mismatch_after_the_others_have_left(n: int) -> None:
     with groups(n) as made:
         everybody(made, lambda group: spread(group, 7))
-        reported = together(
-            lambda: spread(made[0], 1), *(lambda g=group: g.fast.barrier() for group in made[1:])
-        )
-        assert reported[0] == 1.0
-        assert all(isinstance(error, MismatchError) for error in reported[1:]), reported
-        together(*(lambda g=group: g.close() for group in made[1:]))
+        *reported, right = everybody(made[1:], lambda group: group.fast.barrier(), lambda: spread(made[0], 1))
+        assert right == 1.0
+        assert all(isinstance(error, MismatchError) for error in reported), reported
+        everybody(made[1:], lambda group: group.close())
         with pytest.raises(MismatchError) as caught:
             made[0].fast.barrier()
-        assert str(caught.value) == str(reported[1])
-        assert "rank 0 called broadcast(float64, 3 elements, root=0)" in str(reported[1])
+        assert str(caught.value) == str(reported[0])
+        assert "rank 0 called broadcast(float64, 3 elements, root=0)" in str(reported[0])
         with pytest.raises(AbortedError, match="left"):
             made[0].fast.barrier()
 
@@ -360,13 +351,7 @@ def test_a_root_reports_a_refused_call_with_its_reason(n: int) -> None:
     with groups(n) as made:
         everybody(made, lambda group: spread(group, 7))
 
-        def refused(group: ProcessGroup) -> None:
-            if group.rank == 0:
-                spread(group, 1)
-            else:
-                group.fast.broadcast(np.zeros(3), n)
-
-        everybody(made, refused)
+        everybody(made[1:], lambda group: group.fast.broadcast(np.zeros(3), n), lambda: spread(made[0], 1))
         errors = everybody(made, lambda group: group.fast.barrier())
         assert isinstance(errors[0], MismatchError)
         assert f"rank 1's broadcast was refused: UsageError: src is {n}" in str(errors[0])

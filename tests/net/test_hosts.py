@@ -70,12 +70,11 @@ class Ranks:
         self, hosts: list[Host], master: str, settings: dict[int, dict[str, str]] | None = None
     ) -> list[dict[str, Any]]:
         """Start the ranks; return what each reports once it is up or has failed."""
-        plain = {
-            key: value for key, value in os.environ.items() if not key.startswith(("FASTCOLL_", "GLOO_"))
-        }
+        names = [name for name in os.environ if not name.startswith(("FASTCOLL_", "GLOO_"))]
+        plain = {name: os.environ[name] for name in names} | {"PYTHONPATH": str(Path(__file__).parents[2])}
         for rank, host in enumerate(hosts):
             words = [sys.executable, "-c", RANK, str(rank), str(len(hosts)), master, PORT]
-            env = plain | {"PYTHONPATH": str(Path(__file__).parents[2])} | (settings or {}).get(rank, {})
+            env = plain | (settings or {}).get(rank, {})
             started = host.start(words, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             self._undo.callback(started.process.communicate)
             self._undo.callback(started.end)
@@ -100,12 +99,6 @@ def ranks() -> Iterator[Ranks]:
         yield Ranks(undo)
 
 
-def listening(host: Host) -> set[str]:
-    """Return the listening addresses and ports of a host."""
-    lines = host.namespace.run("ss", "-Hltn").splitlines()
-    return {line.split()[3] for line in lines}
-
-
 @pytest.mark.parametrize("version", [4, 6])
 def test_only_the_route_to_the_master_is_used(join_hosts: Join, ranks: Ranks, version: int) -> None:
     hosts = list(join_hosts(3, links=2))
@@ -114,20 +107,20 @@ def test_only_the_route_to_the_master_is_used(join_hosts: Join, ranks: Ranks, ve
     for rank, host in enumerate(hosts):
         assert reports[rank]["addresses"] == [f"{own[rank][1]} (eth1)"]
         shown = own[rank][1] if version == 4 else f"[{own[rank][1]}]"
-        expected = {f"{shown}:{port}" for port in reports[rank]["ports"]}
-        assert listening(host) == expected | ({f"{shown}:{PORT}"} if rank == 0 else set())
+        ports = {*reports[rank]["ports"], *([PORT] if rank == 0 else [])}
+        listening = {line.split()[3] for line in host.namespace.run("ss", "-Hltn").splitlines()}
+        assert listening == {f"{shown}:{port}" for port in ports}
 
 
 def test_several_interfaces_are_used_in_turn(join_hosts: Join, ranks: Ranks) -> None:
     hosts = list(join_hosts(2, links=2))
     settings = {"FASTCOLL_SOCKET_IFNAME": "eth1,eth0", "FASTCOLL_TCP_STREAMS": "2"}
     reports = ranks.start(hosts, hosts[0].address, {0: settings, 1: settings})
-    assert reports[1]["addresses"] == ["10.77.1.2 (eth1)", "10.77.0.2 (eth0)"]
+    own, ports = ("10.77.1.2", "10.77.0.2"), reports[1]["ports"]
+    assert reports[1]["addresses"] == [f"{own[0]} (eth1)", f"{own[1]} (eth0)"]
     connected = hosts[1].namespace.run("ss", "-Htn", "state", "established").splitlines()
-    ports = {
-        f"{host}:{port}" for host, port in zip(("10.77.1.2", "10.77.0.2"), reports[1]["ports"], strict=True)
-    }
-    assert {line.split()[2] for line in connected} >= ports
+    ours = {line.split()[2] for line in connected}
+    assert ours >= {f"{address}:{port}" for address, port in zip(own, ports, strict=True)}
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import select
-import signal
 import socket
 import threading
 import time
@@ -14,7 +12,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from messages.worlds import DEADLINE, Rank, WireWorld, pattern, pipe_to, tcp_pair, until
+from messages.worlds import COMPILES, DEADLINE, Rank, WireWorld, pattern, pipe_to, taken, tcp_pair, until
 from together import together
 
 from fastcoll.errors import AbortedError, GroupError, PeerDiedError
@@ -22,7 +20,7 @@ from fastcoll.net.tcp import pipe
 from fastcoll.net.tcp.mail_frames import EAGER, IN_GONE, MESSAGE, REST, TYPE_BITS, WINDOW
 from fastcoll.p2p.pipe import TAKEN
 from fastcoll.p2p.transfers import kind_of
-from net.meshes import nothing_left, open_descriptors
+from net.meshes import alarm, nothing_left, open_descriptors
 
 BYTES = kind_of(0, np.dtype("u1"))
 
@@ -50,6 +48,10 @@ def frame(first: int, kind: int = BYTES, nbytes: int = 0, attached: int = 0, num
     return np.array([first | number << TYPE_BITS, kind, nbytes, attached], np.int64).tobytes()
 
 
+def message(data: bytes, number: int = 1, kind: int = BYTES) -> bytes:
+    return frame(MESSAGE, kind, len(data), len(data), number) + data
+
+
 def dribble(connection: socket.socket, data: bytes, seed: int) -> None:
     """Send data in parts of any size, each a segment of its own."""
     random = np.random.default_rng(seed)
@@ -64,21 +66,17 @@ def dribble(connection: socket.socket, data: bytes, seed: int) -> None:
 def test_frames_cut_anywhere(world: WireWorld, how: str, seed: int) -> None:
     me, stranger = world.ranks[1], a_stranger(world)
     sizes = [0, 1, 8, 100, 5000, 9000, EAGER]
-    data = b"".join(
-        frame(MESSAGE, nbytes=n, attached=n, number=k + 1) + pattern(n, k).tobytes()
-        for k, n in enumerate(sizes)
-    )
-    writer = threading.Thread(target=dribble, args=(stranger, data, seed))
-    writer.start()
+    data = b"".join(message(pattern(n, k).tobytes(), k + 1) for k, n in enumerate(sizes))
     arrays = [np.zeros(n, "u1") for n in sizes]
-    works = [me.irecv(got, 0) for got in arrays] if how == "posted before" else []
-    for k, got in enumerate(arrays):
-        if how == "blocking":
-            assert me.recv(got, 0) == 0
-        else:
-            assert (works[k] if works else me.irecv(got, 0)).result() == 0
-        assert (got == pattern(sizes[k], k)).all(), sizes[k]
-    writer.join()
+
+    def receive() -> None:
+        works = [me.irecv(got, 0) for got in arrays] if how == "posted before" else []
+        for k, got in enumerate(arrays):
+            work = works[k] if works else me.irecv(got, 0) if how != "blocking" else None
+            assert (work.result() if work else me.recv(got, 0)) == 0
+            assert (got == pattern(sizes[k], k)).all(), sizes[k]
+
+    assert together(receive, lambda: dribble(stranger, data, seed), deadline=COMPILES) == [None, None]
     answers = stranger.recv(32 * len(sizes), socket.MSG_WAITALL)
     assert answers == b"".join(frame(TAKEN, nbytes=n, number=k + 1) for k, n in enumerate(sizes))
 
@@ -96,20 +94,18 @@ def test_acks_of_posted_receives_wait_for_space(world: WireWorld) -> None:
             world.ranks[1].irecv(got, 0).wait()
             done.append(int(got[0]))
 
-    receiver = threading.Thread(target=receive)
-    receiver.start()
-    here.sendall(
-        b"".join(frame(MESSAGE, nbytes=1, attached=1, number=n + 1) + bytes([n % 256]) for n in range(count))
-    )
-    until(lambda: world.ranks[1].is_blocked() and 0 < len(done) < count)
-    answers = here.recv(32 * count, socket.MSG_WAITALL)
-    receiver.join(DEADLINE)
+    def send() -> bytes:
+        here.sendall(b"".join(message(bytes([n % 256]), n + 1) for n in range(count)))
+        until(lambda: world.ranks[1].is_blocked() and 0 < len(done) < count)
+        return here.recv(32 * count, socket.MSG_WAITALL)
+
+    _, answers = together(receive, send)
     assert done == [n % 256 for n in range(count)]
     assert answers == b"".join(frame(TAKEN, nbytes=1, number=n + 1) for n in range(count))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("nbytes", [0, 500, 8000])
+@pytest.mark.parametrize("nbytes", [0, 8000])
 def test_both_fill_the_connection_before_either_receives(world: WireWorld, nbytes: int) -> None:
     """Frames are partly sent on both sides, and the acks of messages received meanwhile wait for them."""
     ends = tcp_pair()
@@ -146,30 +142,12 @@ def test_a_blocking_send_reads_a_message_before_its_ack(world: WireWorld) -> Non
     world.run(exchange, exchange)
 
 
-def test_small_messages_beyond_the_socket_buffer_follow(world: WireWorld) -> None:
-    """Posted while the receiver reads nothing: one is partly sent, the others wait for it; the window is kept."""
-    there = a_stranger(world, 0)
-    nbytes = 8 << 10
-    count = 2 * WINDOW // nbytes
-    works = [world.ranks[0].isend(pattern(nbytes, n), 1) for n in range(count)]
-    for n in range(count):
-        header = there.recv(32, socket.MSG_WAITALL)
-        attached = int(np.frombuffer(header, np.int64)[3])
-        assert header == frame(MESSAGE, nbytes=nbytes, attached=attached, number=n + 1)
-        if attached == 0:
-            break
-        assert there.recv(attached, socket.MSG_WAITALL) == pattern(nbytes, n).tobytes(), n
-    assert n == WINDOW // nbytes, "so many the receiver keeps"
-    for k in range(n):
-        there.sendall(frame(TAKEN, nbytes=nbytes, number=k + 1))
-    assert all(work.wait() for work in works[:n])
-
-
 GARBAGE = {
     "an unknown type": frame(3),
     "zeros": bytes(32),
     "text": b"GET / HTTP/1.1\r\nHost: somewhere\r\n",
     "a REST that was not requested": frame(REST, nbytes=5),
+    "an ack of a message that was not sent": frame(TAKEN),
     "a negative length": frame(MESSAGE, nbytes=-1),
     "a length of 2**63": frame(MESSAGE, nbytes=-(1 << 63)),
     "a negative kind": frame(MESSAGE, kind=-5, nbytes=8, attached=8),
@@ -193,17 +171,12 @@ def test_an_invalid_frame_fails_the_group(world: WireWorld, what: str, posted: b
 
 def test_a_sender_that_exceeds_the_window_is_refused(world: WireWorld) -> None:
     stranger = a_stranger(world)
-    message = frame(MESSAGE, nbytes=EAGER, attached=EAGER) + bytes(EAGER)
-
-    def flood() -> None:
-        for _ in range(WINDOW // EAGER + 2):
-            stranger.sendall(message)
-
-    writer = threading.Thread(target=flood)
-    writer.start()
-    with pytest.raises(AbortedError, match="invalid frame"):
-        world.ranks[1].recv(np.zeros(1, "u1"), 0, 5)
-    writer.join()
+    messages = message(bytes(EAGER)) * (WINDOW // EAGER + 2)
+    error, _ = together(
+        lambda: world.ranks[1].recv(np.zeros(1, "u1"), 0, 5), lambda: stranger.sendall(messages)
+    )
+    assert isinstance(error, AbortedError)
+    assert "invalid frame" in str(error)
 
 
 @pytest.mark.parametrize("posted", [False, True])
@@ -226,9 +199,7 @@ def test_messages_beyond_the_window_wait_at_the_sender(world: WireWorld) -> None
     peer = world.ranks[1].mailbox._exchange.peers[0]
     most = 0
     for tag in reversed(range(count)):
-        got = np.zeros(nbytes, "u1")
-        world.ranks[1].recv(got, 0, tag)
-        assert (got == pattern(nbytes, tag)).all(), tag
+        assert (taken(world.ranks[1], nbytes, 0, tag) == pattern(nbytes, tag)).all(), tag
         most = max(most, peer.kept)
     assert 0 < most <= WINDOW
     assert all(work.wait(DEADLINE) for work in works)
@@ -237,45 +208,40 @@ def test_messages_beyond_the_window_wait_at_the_sender(world: WireWorld) -> None
 
 
 def test_a_small_message_passes_a_large_one_without_a_receive(world: WireWorld) -> None:
-    large, small = pattern(20 << 20), np.arange(4)
-    slow = world.ranks[0].isend(large, 1, 1)
-    quick = world.ranks[0].isend(small, 1, 2)
-    got = np.zeros(4, int)
-    world.ranks[1].recv(got, 0, 2)
-    assert quick.wait(DEADLINE)
-    assert got.tolist() == [0, 1, 2, 3]
-    assert not slow.is_completed()
-    taken = np.zeros(20 << 20, "u1")
-    world.ranks[1].recv(taken, 0, 1)
-    assert slow.wait(DEADLINE)
-    assert (taken == large).all()
+    for_tag = {1: pattern(20 << 20), 2: np.arange(4)}
+    slow, quick = (world.ranks[0].isend(x, 1, tag) for tag, x in for_tag.items())
+    for tag, work in ((2, quick), (1, slow)):
+        assert not slow.is_completed()
+        x = for_tag[tag]
+        assert (taken(world.ranks[1], x.size, 0, tag, x.dtype) == x).all()
+        assert work.wait(DEADLINE)
 
 
 def test_messages_arrive_before_the_rest_of_another(world: WireWorld) -> None:
     """A blocking receive waits for the REST of its message, and other messages arrive first."""
     stranger = a_stranger(world)
     large = pattern(EAGER + 10)
-    got, other = np.zeros(EAGER + 10, "u1"), np.zeros(5, "u1")
-    receiver = threading.Thread(target=world.ranks[1].recv, args=(got, 0, 0))
-    receiver.start()
-    stranger.sendall(frame(MESSAGE, nbytes=EAGER + 10, attached=EAGER) + large[:EAGER].tobytes())
-    assert stranger.recv(32, socket.MSG_WAITALL)[0] == 3  # GO
-    stranger.sendall(
-        frame(MESSAGE, kind=kind_of(8, np.dtype("u1")), nbytes=5, attached=5, number=2) + b"12345"
-    )
-    stranger.sendall(frame(REST, kind=0, nbytes=10) + large[EAGER:].tobytes())
-    receiver.join(DEADLINE)
-    assert not receiver.is_alive()
+
+    def send() -> None:
+        stranger.sendall(frame(MESSAGE, nbytes=EAGER + 10, attached=EAGER) + large[:EAGER].tobytes())
+        assert stranger.recv(32, socket.MSG_WAITALL)[0] == 3  # GO
+        stranger.sendall(message(b"12345", 2, kind_of(8, np.dtype("u1"))))
+        stranger.sendall(frame(REST, kind=0, nbytes=10) + large[EAGER:].tobytes())
+
+    got, _ = together(lambda: taken(world.ranks[1], large.size, 0), send)
     assert (got == large).all()
-    world.ranks[1].recv(other, 0, 8)
-    assert other.tobytes() == b"12345"
+    assert taken(world.ranks[1], 5, 0, 8).tobytes() == b"12345"
 
 
-@pytest.mark.parametrize("how", [socket.SHUT_WR, socket.SHUT_RDWR])
-def test_a_connection_that_ends_without_a_reason_is_a_dead_peer(
-    world: WireWorld, how: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait long for the reason of a broken connection."""
     monkeypatch.setattr(pipe, "_REASON_SECONDS", 0.2)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("how", [socket.SHUT_WR, socket.SHUT_RDWR])
+def test_a_connection_that_ends_without_a_reason_is_a_dead_peer(world: WireWorld, how: int) -> None:
     me, stranger = world.ranks[1], a_stranger(world)
     stranger.sendall(frame(MESSAGE, nbytes=100, attached=100) + bytes(50))
     error, _ = together(
@@ -285,8 +251,8 @@ def test_a_connection_that_ends_without_a_reason_is_a_dead_peer(
     assert re.search(r"rank 0 .*connection for messages", str(error))
 
 
-def test_a_reset_in_the_middle_of_a_send(world: WireWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipe, "_REASON_SECONDS", 0.2)
+@pytest.mark.usefixtures("hasty")
+def test_a_reset_in_the_middle_of_a_send(world: WireWorld) -> None:
     me, peer = world.ranks
     work = me.isend(np.zeros(20 << 20), 1)
     me.await_on_the_way(1, 1)
@@ -382,19 +348,11 @@ def test_a_handler_that_closes_the_engine_in_a_call_leaves_no_descriptor(
     sent.wait()  # so that only the receive below blocks
     bells = count_bells()
 
-    def wake() -> None:
-        until(me.is_blocked)
-        os.kill(os.getpid(), signal.SIGALRM)
-
-    previous = signal.signal(signal.SIGALRM, lambda *_: me.mailbox.close(None))
-    thread = threading.Thread(target=wake)
-    try:
-        thread.start()
-        with pytest.raises(AbortedError, match="destroyed"):
-            me.irecv(np.zeros(1), 1).wait() if posted else me.recv(np.zeros(1), 1)
-    finally:
-        thread.join()
-        signal.signal(signal.SIGALRM, previous)
+    with (
+        alarm(lambda *_: me.mailbox.close(None), me.is_blocked),
+        pytest.raises(AbortedError, match="destroyed"),
+    ):
+        me.irecv(np.zeros(1), 1).wait() if posted else me.recv(np.zeros(1), 1)
     assert count_bells() == bells - 1
 
 

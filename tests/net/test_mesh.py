@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -29,64 +30,57 @@ from fastcoll.store import HashStore
 from fastcoll.store.opening import ConnectionKind, Endpoint
 from fastcoll.system import processes
 from fastcoll.system.interfaces import Interface, interfaces_here
-from net.meshes import Clock, ProxiedStore, crew, died_of, elsewhere, make_all, meshes, nothing_left, until
+from net.meshes import (
+    Clock,
+    ProxiedStore,
+    alarm,
+    crew,
+    default_settings,
+    died_of,
+    elsewhere,
+    make_all,
+    meshes,
+    nothing_left,
+    until,
+)
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in list(os.environ):
-        if name.startswith(("FASTCOLL_", "GLOO_")):
-            monkeypatch.delenv(name)
-    config.forget()
-    with nothing_left():
+    with default_settings(monkeypatch), nothing_left():
         yield
-    config.forget()
-
-
-def setting(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    monkeypatch.setenv(name, value)
-    config.forget()
 
 
 def talk(one: int, other: int) -> None:
     """Send bytes in both directions between two descriptors."""
     for source, sink in ((one, other), (other, one)):
         os.write(source, b"hello")
-        assert select.select([sink], [], [], 10)[0]
+        assert select.select([sink], [], [], 60)[0]
         assert os.read(sink, 10) == b"hello"
 
 
-def options(fd: int) -> list[int]:
+def options(fd: int) -> list[bool]:
     with socket.socket(fileno=os.dup(fd)) as copy:
         names = ((socket.IPPROTO_TCP, socket.TCP_NODELAY), (socket.SOL_SOCKET, socket.SO_KEEPALIVE))
-        return [int(copy.getsockopt(*name) > 0) for name in names] + [int(not os.get_blocking(fd))]
+        return [*(copy.getsockopt(*name) > 0 for name in names), not os.get_blocking(fd)]
 
 
-@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("n", [2, 5])
 def test_every_two_ranks_have_a_connection_for_data(n: int) -> None:
     with meshes(n) as made:
-        for a in range(n):
-            for b in range(a):
-                one, other = together(lambda: made[a].data(b), lambda: made[b].data(a))  # noqa: B023
-                talk(one, other)
-                assert made[a].data(b) == one
-                assert options(one) == options(other) == [1, 1, 1]
-
-
-def test_rank_0_decides_the_number_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    setting(monkeypatch, "FASTCOLL_TCP_STREAMS", "3")
-    with meshes(2) as made:
-        assert [mesh.streams for mesh in made] == [3, 3]
+        for a, b in combinations(range(n), 2):
+            one, other = together(lambda: made[a].data(b), lambda: made[b].data(a))  # noqa: B023
+            talk(one, other)
+            assert made[a].data(b) == one
+            assert options(one) == options(other) == [True] * 3
 
 
 def test_different_numbers_of_interfaces_name_both_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     lo = [each for each in interfaces_here() if each.address == "127.0.0.1"]
     calls = iter([1, 2, 1])
-    lock = threading.Lock()
 
     def choose(store: Any, members: Any, family: int | None) -> Any:
-        with lock:
-            return lo * (1 if family is None else next(calls))
+        return lo * (1 if family is None else next(calls))
 
     monkeypatch.setattr(listening, "choose_here", choose)
     errors = make_all(3)
@@ -114,14 +108,10 @@ def test_watching_is_mutual_and_connects_all_ranks(size: int) -> None:
     peers = [set(control_peers(rank, size)) for rank in range(size)]
     assert all(rank in peers[peer] for rank in range(size) for peer in peers[rank])
     assert all(len(each) <= 2 * size.bit_length() for each in peers)
-    reached, edge = {0}, {0}
-    hops = 0
-    while edge:
-        edge = {peer for rank in edge for peer in peers[rank]} - reached
-        reached |= edge
-        hops += 1
+    reached = {0}
+    for _ in range(size.bit_length()):
+        reached |= {peer for rank in reached for peer in peers[rank]}
     assert len(reached) == size
-    assert hops <= size.bit_length()
 
 
 def test_mail_goes_both_ways_and_early_connections_are_kept() -> None:
@@ -142,16 +132,13 @@ def test_mail_goes_both_ways_and_early_connections_are_kept() -> None:
         talk(sent.fileno(), back.fileno())
 
 
-@pytest.mark.parametrize("first", [0, 1, None])
-def test_there_is_one_connection_for_messages_whoever_dials_it(first: int | None) -> None:
-    for _ in range(5):
+@pytest.mark.parametrize("first", [(), (0,), (1,)])
+def test_there_is_one_connection_for_messages_whoever_dials_it(first: tuple[int, ...]) -> None:
+    for _ in range(3):
         with meshes(2) as made:
-            if first is None:
-                ends = together(lambda: made[0].mail(1).fileno(), lambda: made[1].mail(0).fileno())
-            else:
-                made[first].mail(1 - first)
-                ends = [made[0].mail(1).fileno(), made[1].mail(0).fileno()]
-            talk(*ends)
+            for rank in first:
+                made[rank].mail(1 - rank)
+            talk(*together(lambda: made[0].mail(1).fileno(), lambda: made[1].mail(0).fileno()))
             assert [sum(kind is ConnectionKind.MAIL for kind, _, _ in each._made) for each in made] == [1, 1]
 
 
@@ -166,9 +153,8 @@ def test_secrets_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_rank_is_named() -> None:
-    error = together(lambda: Mesh.make(HashStore(), "WORLD", crew(2), 0, 0.5))[0]
-    assert isinstance(error, RendezvousError)
-    assert "rank 1 (" in str(error)
+    with pytest.raises(RendezvousError, match=r"rank 1 \("):
+        Mesh.make(HashStore(), "WORLD", crew(2), 0, 0.5)
 
 
 class Misleading(HashStore):
@@ -194,7 +180,8 @@ def test_an_address_without_a_listener_is_named(caplog, monkeypatch: pytest.Monk
     clock = Clock()
     monkeypatch.setattr(monitor, "time", clock)
     monkeypatch.setattr(mesh_module, "_REFUSED_SECONDS", 1000.0)
-    setting(monkeypatch, "FASTCOLL_WARN_AFTER", "0.01")
+    monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.01")
+    config.forget()
 
     def put_forward() -> None:
         reason = "connecting the ranks of .* has waited .* rank 1 .*from 127.0.0.1 .lo.: Connection refused"
@@ -261,10 +248,8 @@ def test_values_in_the_store_are_not_trusted(text: str) -> None:
 
 
 def test_a_peer_without_a_data_connection_in_time_is_named() -> None:
-    late = pytest.raises(
-        CollectiveTimeoutError, match=r"data connection with rank 0 .* within the timeout of 0\.2 s"
-    )
-    with meshes(2) as (_, b), late:
+    late = r"data connection with rank 0 .* within the timeout of 0\.2 s"
+    with meshes(2) as (_, b), pytest.raises(CollectiveTimeoutError, match=late):
         b.data(0, timeout=0.2)
 
 
@@ -273,18 +258,10 @@ def test_a_second_connection_for_the_same_stream_is_closed() -> None:
         one, other = together(lambda: a.data(1), lambda: b.data(0))
         again = a._new_dial(1, ConnectionKind.DATA, 0)
         dial_all([again], lambda: None)
-        again.connection.settimeout(5)
+        again.connection.settimeout(60)
         assert again.connection.recv(1) == b""
         again.close()
         talk(one, other)
-
-
-def test_a_network_that_splits_every_transfer() -> None:
-    with ProxiedStore(transfer=7) as store, meshes(3, store) as made:
-        talk(*together(lambda: made[0].data(2), lambda: made[2].data(0)))
-        made[0].monitor.leave()
-        until(lambda: made[1].monitor.has_left(0))
-        assert made[1].monitor.decide([2], "testing") is None
 
 
 @pytest.mark.parametrize("fault", ["reset", "half_close"])
@@ -299,34 +276,26 @@ def test_a_network_that_breaks_is_noticed(fault: str, monkeypatch: pytest.Monkey
             assert isinstance(died_of(b), PeerDiedError)
 
 
-@pytest.mark.parametrize("what", ["the peer leaves", "close"])
-def test_a_wait_for_a_connection_ends_with_the_group(what: str) -> None:
-    with meshes(2) as (a, b):
-        leaves = a if what == "the peer leaves" else b
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_wait_for_a_connection_ends_with_the_group(leaver: int) -> None:
+    with meshes(2) as made:
 
         def leave() -> None:
-            until(lambda: b._changed._waiters)  # type: ignore[attr-defined]
-            leaves.monitor.leave()
-            leaves.close()
-            leaves.close()
+            until(lambda: made[1]._changed._waiters)  # type: ignore[attr-defined]
+            made[leaver].monitor.leave()
+            made[leaver].close()
+            made[leaver].close()
 
-        found, _ = together(lambda: b.data(0), leave)
+        found, _ = together(lambda: made[1].data(0), leave)
         assert isinstance(found, AbortedError)
-        assert ("left the group" if leaves is a else "destroyed") in str(found)
+        assert ("left the group", "destroyed")[leaver] in str(found)
 
 
 def test_ctrl_c_ends_a_wait_for_a_connection() -> None:
     with meshes(2) as (_, b):
-
-        def interrupt() -> None:
-            until(lambda: b._changed._waiters)  # type: ignore[attr-defined]
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-        thread = threading.Thread(target=interrupt)
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
+        waits = lambda: bool(b._changed._waiters)  # type: ignore[attr-defined]  # noqa: E731
+        with alarm(signal.default_int_handler, waits), pytest.raises(KeyboardInterrupt):
             b.data(0)
-        thread.join()
 
 
 def test_a_forked_child_does_not_hide_its_parents_death() -> None:
@@ -358,15 +327,19 @@ def test_a_leaving_rank_waits_until_its_data_has_arrived(
 ) -> None:
     """On another host, where the notice that it left may overtake the data; unless the peer is gone."""
     monkeypatch.setattr(mesh_module, "_ARRIVE_SECONDS", 600.0)
+    looks, has_unacknowledged = [], mesh_module._has_unacknowledged
+    monkeypatch.setattr(
+        mesh_module, "_has_unacknowledged", lambda each: looks.append(each) or has_unacknowledged(each)
+    )
     here, there = crew(2)
     a, b = make_all(2, members=[here, elsewhere(there)])
     one, other = together(lambda: a.data(1), lambda: b.data(0))
     with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(one, bytes(1 << 16))
+        while os.write(one, bytes(1 << 16)):
+            pass
     leaving = threading.Thread(target=a.monitor.leave)
     leaving.start()
-    leaving.join(0.2)
+    until(lambda: len(looks) > 10)  # many more looks than connections
     assert leaving.is_alive()
     assert not b.monitor.has_left(0)
     if not reads:

@@ -12,10 +12,12 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from messages.worlds import tcp_pair
 
 from fastcoll.core.monitor import FAILED, LEAVING, LEFT, Wait
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, PeerDiedError
@@ -31,7 +33,7 @@ from fastcoll.rendezvous.control import (
 )
 from fastcoll.system import processes
 from fastcoll.system.processes import Member
-from net.meshes import crew, elsewhere, nothing_left
+from net.meshes import crew, elsewhere, nothing_left, until
 
 FIRST_RANK = 10  # global ranks differ from group ranks
 
@@ -48,25 +50,42 @@ class Network:
             self.connect(a, b)
 
     def connect(self, a: int, b: int) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            mine = socket.create_connection(listener.getsockname())
-            theirs, _ = listener.accept()
-        for rank, peer, end in ((a, b, mine), (b, a, theirs)):
+        for rank, peer, end in zip((a, b), (b, a), tcp_pair(), strict=True):
             end.setblocking(False)
             self.ends[rank, peer] = end
             self.controls[rank].add(peer, end)
 
-    def kill(self, rank: int, reset: bool = False) -> None:
-        """End a process: its connections close without a notice."""
+    def kill(self, rank: int, how: str = "close") -> None:
+        """End a process: its connections end without a notice."""
         for (mine, _), end in self.ends.items():
-            if mine == rank:
-                if reset:
+            if mine == rank and how == "half-close":
+                end.shutdown(socket.SHUT_WR)
+            elif mine == rank:
+                if how == "reset":
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 end.close()
 
-    def decide(self, rank: int, needed: tuple[int, ...] = ()):  # type: ignore[no-untyped-def]
+    def decide(self, rank: int, *needed: int) -> Any:
+        """Return a rank's decision from what has arrived."""
         self.controls[rank].look(again=True)
         return self.monitors[rank].decide(needed, "all_reduce, call 7")
+
+    def failure(self, rank: int, *needed: int) -> Any:
+        """Return the failure that a rank finds."""
+        return until(lambda: self.decide(rank, *needed))
+
+    def death(self, rank: int, dead: int) -> str:
+        """Return the text of the failure that a rank finds, which must be the death of another."""
+        found = self.failure(rank)
+        assert isinstance(found, PeerDiedError)
+        assert found.ranks == (FIRST_RANK + dead,)
+        assert re.search(rf"rank {FIRST_RANK + dead} \(pid \d+ on far\)", str(found))
+        return str(found)
+
+    def await_left(self, rank: int, peer: int) -> None:
+        """Wait until a rank knows that another has left, which is no failure."""
+        until(lambda: self.decide(rank) or self.monitors[rank].has_left(peer))
+        assert self.decide(rank) is None
 
     def close(self) -> None:
         for end in self.ends.values():
@@ -79,35 +98,23 @@ def network() -> Iterator[Network]:
         yield made
 
 
-def test_a_new_group_has_no_failure(network: Network) -> None:
-    assert [network.decide(rank, (0, 1, 2)) for rank in range(3)] == [None] * 3
-
-
-@pytest.mark.parametrize("reset", [False, True])
-def test_a_connection_that_ends_without_a_notice_is_a_death(network: Network, reset: bool) -> None:
-    network.kill(2, reset)
+@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+def test_a_connection_that_ends_without_a_notice_is_a_death(network: Network, how: str) -> None:
+    assert [network.decide(rank, 0, 1, 2) for rank in range(3)] == [None] * 3
+    network.kill(2, how)
     for rank in (0, 1):
-        found = network.decide(rank)
-        assert isinstance(found, PeerDiedError)
-        assert found.ranks == (FIRST_RANK + 2,)
-        assert re.search(r"rank 12 \(pid \d+ on far\)", str(found))
-        assert "died or lost its connection" in str(found)
-        assert str(found).endswith("; all_reduce, call 7")
-
-
-def test_a_half_closed_connection_is_a_death(network: Network) -> None:
-    network.ends[2, 0].shutdown(socket.SHUT_WR)
-    assert isinstance(network.decide(0), PeerDiedError)
-    assert network.decide(1) is None
+        text = network.death(rank, 2)
+        assert "died or lost its connection" in text
+        assert text.endswith("; all_reduce, call 7")
 
 
 def test_a_rank_that_left_is_an_error_only_where_it_is_needed(network: Network) -> None:
     network.monitors[2].leave()
     network.controls[2].close()
-    assert network.decide(0, (1,)) is None
-    assert network.monitors[0].has_left(2)
+    network.await_left(0, 2)
+    assert network.decide(0, 1) is None
     assert not network.monitors[0].has_left(1)
-    found = network.decide(0, (1, 2))
+    found = network.decide(0, 1, 2)
     assert isinstance(found, AbortedError)
     assert (found.ranks, "rank 12" in str(found), "left the group" in str(found)) == ((12,), True, True)
 
@@ -117,8 +124,8 @@ def test_leaving_while_notices_are_unread_is_no_reset(network: Network) -> None:
     network.monitors[0].leave()
     network.monitors[2].leave()
     network.controls[2].close()
-    assert network.decide(0) is None
-    assert network.monitors[0].has_left(2)
+    network.await_left(0, 2)
+    until(lambda: network.decide(0) or network.controls[0].lost)
     assert network.controls[0].lost == {2: "it closed the connection"}
 
 
@@ -126,7 +133,7 @@ def test_an_abort_carries_its_reason(network: Network) -> None:
     network.monitors[1].fail(AbortedError("rank 11 aborted the group: no more money"))
     network.kill(1)
     for rank in (0, 2):
-        found = network.decide(rank)
+        found = network.failure(rank)
         assert isinstance(found, AbortedError)
         assert re.search(r"rank 11 \(pid \d+ on far\)", str(found))
         assert "no more money; all_reduce, call 7" in str(found)
@@ -136,11 +143,9 @@ def test_an_abort_carries_its_reason(network: Network) -> None:
 def test_a_late_rank_is_blamed_and_not_the_rank_that_noticed(network: Network) -> None:
     network.monitors[0].fail(CollectiveTimeoutError("barrier: rank 12 did not arrive within 3 s", [12]))
     network.controls[0].close()
-    for rank, kind in (
-        (1, CollectiveTimeoutError),
-        (2, AbortedError),
-    ):  # a timeout on all ranks except the late one
-        found = network.decide(rank)
+    # A timeout on all ranks except the late one.
+    for rank, kind in ((1, CollectiveTimeoutError), (2, AbortedError)):
+        found = network.failure(rank)
         assert type(found) is kind
         assert found.ranks == (12,)
         assert re.search(r"rank 10 \(pid \d+ on far\)", str(found))
@@ -150,49 +155,36 @@ def test_a_late_rank_is_blamed_and_not_the_rank_that_noticed(network: Network) -
 def test_a_rank_that_is_taken_for_dead_does_not_name_itself(network: Network) -> None:
     """Packets are lost in one direction: the others declare this rank dead, and it reads their notice."""
     network.monitors[1].fail(PeerDiedError("rank 10 died", [10]))
-    found = network.decide(0)
+    found = network.failure(0)
     assert type(found) is AbortedError
     assert re.search(r"rank 11 .* failed the group: rank 10 died", str(found))
     network.monitors[2].fail(PeerDiedError("rank 11 died", [11]))
-    found = network.decide(0)
-    assert isinstance(found, PeerDiedError)
-    assert found.ranks == (11,)
+    until(lambda: isinstance(network.decide(0), PeerDiedError))
+    assert network.decide(0).ranks == (11,)
 
 
 def test_a_survivor_that_leaves_first_hides_no_death(network: Network) -> None:
     """Rank 1 sees the death of 2, fails and leaves, before 0 looks, whose connection with 2 is still open."""
     network.ends[2, 1].close()
-    seen = network.decide(1)
-    network.monitors[1].fail(seen)
+    network.monitors[1].fail(network.failure(1))
     network.controls[1].close()
-    found = network.decide(0)
-    assert isinstance(found, PeerDiedError)
-    assert found.ranks == (12,)
-    assert re.search(r"rank 12 \(pid \d+ on far\)", str(found))
-    assert "rank 11" not in str(found)
+    assert "rank 11" not in network.death(0, 2)
     network.kill(2)
-    assert network.decide(0).ranks == (12,)
+    network.death(0, 2)
 
 
-def test_a_death_is_passed_on_to_ranks_that_cannot_see_it() -> None:
+def test_a_death_and_an_abort_are_passed_on_to_ranks_that_cannot_see_them() -> None:
+    """Each forwards the notice that it received, without wrapping it up."""
     with nothing_left(), contextlib.closing(Network(5, pairwise(range(5)))) as network:
         network.kill(4)
-        texts = []
         for rank in (3, 2, 1, 0):
-            found = network.decide(rank)
-            assert isinstance(found, PeerDiedError), rank
-            assert found.ranks == (14,)
-            texts.append(str(found))
-            network.monitors[rank].fail(found)
+            assert len(network.death(rank, 4)) < 200
+            network.monitors[rank].fail(network.decide(rank))
             network.controls[rank].close()
-        assert max(map(len, texts)) < 200, "each forwards the notice that it received, without wrapping it up"
-
-
-def test_an_abort_is_passed_on_unchanged() -> None:
     with nothing_left(), contextlib.closing(Network(4, pairwise(range(4)))) as network:
         network.monitors[3].fail(AbortedError("enough", [13]))
         for rank in (2, 1, 0):
-            found = network.decide(rank)
+            found = network.failure(rank)
             assert isinstance(found, AbortedError)
             assert str(found) == f"{network.members[3]} failed the group: enough; all_reduce, call 7"
             network.monitors[rank].fail(found)
@@ -202,7 +194,7 @@ def test_a_late_connection_receives_earlier_notices() -> None:
     with nothing_left(), contextlib.closing(Network(2, [])) as network:
         network.monitors[0].fail(AbortedError("gone"))
         network.connect(0, 1)
-        assert "gone" in str(network.decide(1))
+        assert "gone" in str(network.failure(1))
 
 
 def test_a_rank_that_is_leaving_may_still_leave_or_fail(network: Network) -> None:
@@ -210,18 +202,17 @@ def test_a_rank_that_is_leaving_may_still_leave_or_fail(network: Network) -> Non
     network.monitors[2].start_to_leave()
     assert network.decide(0) is None
     network.monitors[1].leave()
+    received = network.controls[0].received
+    until(lambda: network.decide(0) or (1 in received and received[1].state == LEFT))
     network.monitors[2].fail(AbortedError("not in order"))
-    assert "not in order" in str(network.decide(0))
-    assert network.controls[0].received[1].state == LEFT
+    assert "not in order" in str(network.failure(0))
 
 
 def test_a_broken_data_connection_is_a_death_without_a_notice(network: Network) -> None:
     network.monitors[0].lost(2, "it closed the data connection")
-    assert isinstance(network.decide(0), PeerDiedError)
-    assert "it closed the data connection" in str(network.decide(0))
+    assert "it closed the data connection" in network.death(0, 2)
     network.monitors[2].leave()
-    network.controls[0].look(again=True)
-    assert network.decide(0) is None
+    until(lambda: network.decide(0) is None)
     assert network.monitors[0].has_left(2)
 
 
@@ -230,8 +221,9 @@ def test_the_first_failure_stays(network: Network) -> None:
     network.monitors[0].fail(first)
     network.monitors[0].fail(AbortedError("second"))
     network.kill(2)
+    until(lambda: network.decide(0) and network.controls[0].lost)
     assert network.decide(0) is first
-    network.controls[1].look(again=True)
+    until(lambda: network.decide(1) and 0 in network.controls[1].received)
     assert network.controls[1].received[0].text == "first"
 
 
@@ -241,40 +233,35 @@ def test_a_notice_may_arrive_in_parts(network: Network) -> None:
         assert not network.monitors[0].has_left(2)
         network.ends[2, 0].send(data[offset : offset + 100])
         network.controls[0].look(again=True)
-    assert network.monitors[0].has_left(2)
+    network.await_left(0, 2)
 
 
 @pytest.mark.parametrize("data", [b"x" * NOTICE_SIZE, b"\xff" * 4000, Notice(FAILED, 0).to_bytes()[:-1]])
 def test_an_invalid_notice_ends_the_connection(network: Network, data: bytes) -> None:
     network.ends[2, 0].send(data)
     network.ends[2, 0].close()
-    assert isinstance(network.decide(0), PeerDiedError)
+    network.death(0, 2)
 
 
-def test_sockets_are_polled_rarely_unless_asked_for(
+def test_a_poll_soon_after_another_or_within_it_is_harmless(
     network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_module, "_LOOK_AGAIN_SECONDS", 60.0)
-    network.controls[0].look(again=True)
-    network.monitors[2].leave()
-    assert not network.monitors[0].has_left(2)
-    network.controls[0].look(again=True)
-    assert network.monitors[0].has_left(2)
-
-
-def test_a_poll_within_another_is_harmless(network: Network) -> None:
-    """As from a signal handler, or another thread: it returns, and sees the notices read so far."""
+    """Within it as from a signal handler, or another thread: it returns, and sees the notices read so far."""
+    monkeypatch.setattr(control_module, "_LOOK_AGAIN_SECONDS", 1e9)
     control = network.controls[0]
-    control._looking = True
+    control.look(again=True)
     network.monitors[2].leave()
+    assert not network.monitors[0].has_left(2)  # asked without `again`, it does not read
+    control._looking = True
     control.look(again=True)
     assert not network.monitors[0].has_left(2)
     control._looking = False
     with control._lock:
         thread = threading.Thread(target=control.look, args=(True,))
         thread.start()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
+    network.await_left(0, 2)
 
 
 @pytest.fixture
@@ -318,7 +305,7 @@ def test_a_wait_raises_the_decision_of_the_monitor(network: Network) -> None:
     wait = Wait(network.monitors[0], "barrier", lambda: [1, 2], 30.0)
     wait.look()
     network.kill(2)
-    network.controls[0].look(again=True)
+    network.death(0, 2)
     wait.look()  # a second time, for data that was sent before
     with pytest.raises(PeerDiedError, match=r"rank 12 .* barrier, waiting for rank 11"):
         wait.look()

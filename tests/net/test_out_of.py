@@ -12,7 +12,7 @@ import pytest
 from hosts.network import Network
 
 WITHOUT_PORTS = """
-import contextlib, socket, sys, threading
+import contextlib, socket, sys
 from fastcoll.errors import ResourceError
 from fastcoll.rendezvous import dials
 from fastcoll.system.interfaces import Interface
@@ -43,8 +43,16 @@ with contextlib.ExitStack() as stack:
             what()
         except ResourceError as error:
             print(error)
-    dials.PORTLESS_SECONDS = tcp_store.PORTLESS_SECONDS = 60  # until the port is free, however long that takes
-    threading.Timer(0.5, taken.close).start()
+    # Until the port is free, which is soon after the first attempt has found none.
+    dials.PORTLESS_SECONDS = tcp_store.PORTLESS_SECONDS = 600
+    attempt = tcp_store.portless
+
+    def attempted(*args):
+        lacking = attempt(*args)
+        taken.close()
+        return lacking
+
+    tcp_store.portless = attempted
     with TCPStore(here, 5000, timeout=60) as client:
         client.set("went", "on")
     print(store.get("went").decode())

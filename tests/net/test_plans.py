@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fastcoll.net.tcp.plans import direct
 from fastcoll.net.tcp.plans import plan as t
@@ -22,19 +24,20 @@ from net.plan_cases import (
     check,
 )
 
-COUNTS = (
-    0,
-    1,
-    4,
-    7,
-    40,
-    131,
-)  # items; 4 are attached, from 7 on they are sent after the meeting, 131 in segments
+COUNTS = (0, 1, 4, 7, 40, 131)  # items; 4 are attached, 7 are sent after the meeting, 131 in segments
 MANY = Limits(payload=0, segment=256, at_once=1 << 14, peers=5)
 
 
 def roots(operation, size):
     return range(size) if operation in ROOTED and size <= 5 else (size // 2,)
+
+
+def promise(case):
+    """Return the order that plan_for promises for the ranks of a reduction."""
+    ordered = case.flags.get("ordered", False)
+    if case.operation not in REDUCTIONS or (ordered and case.size <= 16):
+        return ONE_PASS
+    return IN_ORDER if ordered or case.size <= 16 else ANY_ORDER
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -43,8 +46,9 @@ def test_few_ranks(operation, size):
     for count in COUNTS if size <= 5 else COUNTS[1:-1]:
         for root in roots(operation, size):
             case = Case(operation, size, count, itemsize=4, root=root, in_place=bool(count % 2))
-            # An unordered scan continues from the prefix before: ((a b) c).
-            check(case, plan_for, IN_ORDER if operation.endswith("scan") else ONE_PASS, seed=count)
+            # An unordered scan continues from the prefix before: ((a b) c). One item is enough of a buffer.
+            order = IN_ORDER if operation.endswith("scan") else ONE_PASS
+            check(case, plan_for, order, capacity=1 if count == 40 else 1 << 60, seed=count)
     if operation in REDUCTIONS:
         for count in (1, 131):
             check(Case(operation, size, count, flags={"ordered": True}), plan_for, ONE_PASS)
@@ -56,11 +60,9 @@ def test_few_ranks(operation, size):
 )
 @pytest.mark.parametrize("size", [17, 24, 33, pytest.param(64, marks=pytest.mark.long)])
 def test_many_ranks(operation, size, ordered):
-    free = operation in REDUCTIONS and not ordered
-    promise = ANY_ORDER if free else IN_ORDER if operation in REDUCTIONS else ONE_PASS
     for count in (1, 3 if operation in WITH_BLOCKS else 100):
         case = Case(operation, size, count, root=size // 3, limits=MANY, flags={"ordered": ordered})
-        check(case, plan_for, promise)
+        check(case, plan_for, promise(case))
 
 
 @pytest.mark.parametrize("operation", WITH_BLOCKS)
@@ -72,30 +74,18 @@ def test_uneven_sizes(operation, size):
         sizes = [[(3 * giver + taker) % 7 * (taker % 2) for taker in range(size)] for giver in range(size)]
     for root in {0, size - 1}:
         case = Case(operation, size, sizes, root=root)
-        plans = check(case, plan_for, ANY_ORDER if operation in REDUCTIONS else ONE_PASS)
+        plans = check(case, plan_for, promise(case))
     kinds = {int(kind) for plan in plans for kind in plan.table[:, t.KIND]}
     assert size == 1 or operation != "all_to_all" or t.PAYLOAD in kinds
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("size", [2, 3, 5, 17])
-def test_connections_that_buffer_one_item_are_enough(operation, size):
-    check(Case(operation, size, 45), plan_for, ANY_ORDER, capacity=1, seed=1)
-
-
 def promised(operation, name):
     """Return the order that an algorithm promises for the ranks of a reduction."""
-    if (
-        operation not in REDUCTIONS
-        or name == "complete arrays"
-        or (name == "direct" and "scan" not in operation)
-    ):
+    is_direct = name == "complete arrays" or (name == "direct" and "scan" not in operation)
+    if operation not in REDUCTIONS or is_direct:
         return ONE_PASS
-    return (
-        IN_ORDER
-        if name in ("recursive doubling", "halving", "doubling", "direct", "ordered tree")
-        else ANY_ORDER
-    )
+    in_order = ("recursive doubling", "halving", "doubling", "direct", "ordered tree")
+    return IN_ORDER if name in in_order else ANY_ORDER
 
 
 @pytest.mark.long
@@ -117,12 +107,44 @@ def test_an_algorithm_gives_the_result(operation, name):
                     check(replace(case, flags={"ordered": True}), direct.scan, ONE_PASS)
 
 
+@st.composite
+def limits(draw, payload):
+    return Limits(payload, draw(st.integers(1, 80)), draw(st.integers(1, 400)), draw(st.integers(1, 9)))
+
+
+@st.composite
+def calls(draw):
+    operation = draw(st.sampled_from(OPERATIONS))
+    size = draw(st.integers(1, 18))
+    counts = st.integers(0, 40)
+    sizes = draw(counts)
+    if operation in WITH_BLOCKS and draw(st.booleans()):
+        row = st.lists(counts, min_size=size, max_size=size)
+        sizes = draw(st.lists(row, min_size=size, max_size=size) if operation == "all_to_all" else row)
+    return Case(
+        operation,
+        size,
+        sizes,
+        itemsize=draw(st.sampled_from([1, 4, 8])),
+        root=draw(st.integers(0, size - 1)),
+        in_place=draw(st.booleans()),
+        limits=draw(limits(draw(st.sampled_from([0, 8, 64])) if size <= 16 else 0)),
+        flags={"ordered": draw(st.booleans())},
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(calls(), st.sampled_from([1, 2, 7, 1 << 60]), st.integers(0, 1 << 30))
+def test_any_call(case, capacity, seed):
+    """Worlds, sizes, roots, limits, schedules and connections drawn at random."""
+    check(case, plan_for, promise(case), capacity=capacity, seed=seed)
+
+
 @pytest.mark.parametrize("operation", [*OPERATIONS, "barrier"])
 def test_calls_without_bytes_have_only_a_meeting(operation):
     for size in (1, 2, 5):
-        for plan in check(Case(operation, size, 0), plan_for):
-            assert len(plan.table) == 0
-            assert plan.scratch == 0
+        plans = check(Case(operation, size, 0), plan_for)
+        assert all(len(plan.table) == plan.scratch == 0 for plan in plans)
 
 
 def shape_of(operation, nbytes, size=2, **flags):

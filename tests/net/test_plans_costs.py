@@ -12,52 +12,30 @@ WIDE = Limits(payload=0, segment=1 << 40, at_once=1 << 50, peers=16)
 ALL = [(operation, name) for operation, found in ALGORITHMS.items() for name in found]
 
 
+def nbytes_of(rows, *kinds):
+    return int(rows[np.isin(rows[:, t.KIND], kinds)][:, t.NBYTES].sum())
+
+
 def cost_of(plans):
     """Count, phase by phase, the work of the busiest rank, from all tables."""
     counts = {}
     for plan in plans:
         for phase in np.unique(plan.table[:, t.PHASE]):
             rows = plan.table[plan.table[:, t.PHASE] == phase]
-            mine = np.array(
-                [
-                    any(rows[:, t.KIND] == t.SEND),
-                    messages(rows),
-                    max(moved(rows)),
-                    sum(moved(rows)),
-                    touched(rows),
-                ]
-            )
+            sent, received = nbytes_of(rows, t.SEND), nbytes_of(rows, t.RECV, t.REDUCE)
+            messages = np.isin(rows[:, t.KIND], (t.SEND, t.RECV, t.REDUCE)).sum()
+            touched = nbytes_of(rows, t.SOURCE, t.COPY) + 2 * nbytes_of(rows, t.REDUCE)
+            mine = np.array([sent > 0, messages, max(sent, received), sent + received, touched])
             counts[phase] = np.maximum(counts.get(phase, 0), mine)
     return Cost(*map(int, sum(counts.values())))
-
-
-def messages(rows):
-    return sum((rows[:, t.KIND] == kind).sum() for kind in (t.SEND, t.RECV, t.REDUCE))
-
-
-def moved(rows):
-    sent = rows[rows[:, t.KIND] == t.SEND][:, t.NBYTES].sum()
-    received = rows[(rows[:, t.KIND] == t.RECV) | (rows[:, t.KIND] == t.REDUCE)][:, t.NBYTES].sum()
-    return sent, received
-
-
-def touched(rows):
-    once = rows[(rows[:, t.KIND] == t.SOURCE) | (rows[:, t.KIND] == t.COPY)][:, t.NBYTES].sum()
-    return once + 2 * rows[rows[:, t.KIND] == t.REDUCE][:, t.NBYTES].sum()
 
 
 @pytest.mark.parametrize(("operation", "name"), ALL)
 @pytest.mark.parametrize("size", [3, 8, 13, 16])
 def test_a_formula_counts_what_the_plans_do(operation, name, size):
     count = 240 * size
-    case = Case(
-        operation,
-        size,
-        count // size if operation in WITH_BLOCKS else count,
-        limits=WIDE,
-        root=1,
-        flags={"ordered": "ordered" in name},
-    )
+    items, flags = count // size if operation in WITH_BLOCKS else count, {"ordered": "ordered" in name}
+    case = Case(operation, size, items, limits=WIDE, root=1, flags=flags)
     plans = [ALGORITHMS[operation][name][0](case.shape(rank)) for rank in range(size)]
     predicted = cost(operation, name, size, 4 * count, WIDE)
     counted = cost_of(plans)
