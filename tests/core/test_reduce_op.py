@@ -22,16 +22,11 @@ def test_a_factor_that_is_no_number_is_refused(factor: Any) -> None:
         ReduceOp.PREMUL_SUM(factor)
 
 
-@pytest.mark.parametrize(
-    "factor", [2, 2.0, True, 2j, Fraction(1, 2), np.float32(2), np.int8(2), np.complex64(2)]
-)
-def test_a_number_is_kept_as_it_is(factor: Any) -> None:
-    assert ReduceOp.PREMUL_SUM(factor).factor is factor
-
-
-@pytest.mark.parametrize("factor", [np.array(2.5), np.array([2.5]), np.array([[2.5]], "f4")])
-def test_an_array_of_one_element_is_a_number(factor: Any) -> None:
-    assert ReduceOp.PREMUL_SUM(factor).factor == 2.5
+def test_a_number_is_kept_as_it_is_and_an_array_of_one_element_is_a_number() -> None:
+    for factor in (2, 2.0, True, 2j, Fraction(1, 2), np.float32(2), np.int8(2), np.complex64(2)):
+        assert ReduceOp.PREMUL_SUM(factor).factor is factor
+    for array in (np.array(2.5), np.array([2.5]), np.array([[2.5]], "f4")):
+        assert ReduceOp.PREMUL_SUM(array).factor == 2.5
 
 
 def twice_the_larger(a: float, b: float) -> float:
