@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conformance.test_every_operation import ROWS
 
 import fastcoll as dist
 from fastcoll.config import forget
@@ -29,32 +30,9 @@ def start_on_nodes(rank, world_size, tmp_path, monkeypatch):
     return start
 
 
-def all_operations(rank, world_size, count):
-    base = np.arange(count)
-    total = world_size * base + sum(range(world_size))
-    x = base + rank
-    dist.all_reduce(x)
-    assert (x == total).all()
-    x = base + rank
-    dist.all_reduce(x, async_op=True).wait()
-    assert (x == total).all()
-    x = base * (rank == 1)
-    dist.broadcast(x, 1)
-    assert (x == base).all()
-    x = base + rank
-    dist.reduce(x, 1)
-    assert (x == (total if rank == 1 else base + rank)).all()
-    outs = np.zeros((world_size, count), int)
-    dist.all_gather_single(outs, base + rank)
-    assert all((out == base + r).all() for r, out in enumerate(outs))
-    out = np.zeros(count, int)
-    dist.reduce_scatter_single(out, np.concatenate([base + r for r in range(world_size)]))
-    assert (out == world_size * (base + rank)).all()
-    got = np.zeros(count, int)
-    work = dist.irecv(got, (rank - 1) % world_size)
-    dist.send(base + rank, (rank + 1) % world_size)
-    work.wait()
-    assert (got == base + (rank - 1) % world_size).all()
+def all_operations(rank, world_size, nbytes, rows=tuple(ROWS)):
+    for row in rows:
+        ROWS[row](rank, world_size, nbytes // 4)
 
 
 @pytest.mark.ranks(4, init=False)
@@ -69,8 +47,10 @@ def test_rails_between_nodes(rank, world_size, homes, start_on_nodes):
         assert world.backend.rail.size == 2
     else:
         assert world.backend.rail is None
-    for count in (1, DIRECT // 8 + 5, DIRECT // 2):
-        all_operations(rank, world_size, count)
+    for nbytes in (8, DIRECT + 40):
+        all_operations(rank, world_size, nbytes)
+    # Larger arrays are divided into segments.
+    all_operations(rank, world_size, 4 * DIRECT, ["all_reduce, all_reduce_coalesced", "broadcast"])
     with pytest.raises(dist.MismatchError):
         dist.all_reduce(np.ones(DIRECT // 4 + rank))
     x = np.ones(2)
@@ -81,11 +61,9 @@ def test_rails_between_nodes(rank, world_size, homes, start_on_nodes):
 @pytest.mark.ranks(4, init=False)
 def test_an_abort_ends_waiting_for_a_rail(rank, world_size, start_on_nodes):
     world = start_on_nodes([0, 0, 1, 1])
+    dist.all_gather_object([None] * world_size, None)
     if rank == 3:
-        dist.all_gather_object([None] * world_size, None)
         world.abort("enough")
-    else:
-        dist.all_gather_object([None] * world_size, None)
     with pytest.raises(dist.AbortedError, match="enough"):
         dist.all_reduce(np.ones(DIRECT))
 
@@ -93,4 +71,4 @@ def test_an_abort_ends_waiting_for_a_rail(rank, world_size, start_on_nodes):
 @pytest.mark.ranks(2, 4, init=False)
 def test_nodes_of_one_rank_each(rank, world_size, start_on_nodes):
     assert type(start_on_nodes(range(world_size)).backend) is MpiBackend
-    all_operations(rank, world_size, DIRECT // 8 + 5)
+    all_operations(rank, world_size, DIRECT + 40)

@@ -43,9 +43,10 @@ def make_aware(monkeypatch, answer):
 def group(gpu, monkeypatch):
     """A group whose MPI library accepts arrays on GPUs."""
     make_aware(monkeypatch, True)
-    group = dist.new_group(timeout=30)
+    group = dist.new_group(timeout=90)
     yield group
     dist.destroy_process_group(group)
+    usable()
 
 
 class HostKernel:
@@ -86,14 +87,10 @@ def test_arrays_are_passed_to_mpi_without_staging(rank, world_size, count, gpu, 
     x = np.repeat(np.arange(world_size) + 10 * rank, count)
     dist.all_to_all_single(FakeArray(x), FakeArray(x), group=group)
     assert (x == np.repeat(10 * np.arange(world_size) + rank, count)).all()
-    xs, lists = (
-        [np.full(2, rank), np.full(count, -rank)],
-        [np.zeros((world_size, n), int) for n in (2, count)],
-    )
+    lists = [np.zeros((world_size, n), int) for n in (2, count)]
     outs = [[FakeArray(row) for row in rows] for rows in lists]
-    dist.all_gather_coalesced(outs, [FakeArray(x) for x in xs], group=group)
-    for rows, sign in zip(lists, (1, -1), strict=True):
-        assert all((row == sign * r).all() for r, row in enumerate(rows))
+    dist.all_gather_coalesced(outs, [FakeArray(np.full(n, rank)) for n in (2, count)], group=group)
+    assert all((row == r).all() for rows in lists for r, row in enumerate(rows))
     work = dist.broadcast(FakeArray(x), 1, group=group, async_op=True)
     work.wait()
     assert (x == np.repeat(10 * np.arange(world_size) + 1, count)).all()
@@ -107,12 +104,12 @@ def test_reductions_have_the_bits_of_the_host(rank, world_size, segment, gpu, gr
     monkeypatch.setattr(execution, "GATHERED", 1000)
     rng = np.random.default_rng(rank)
     root = world_size - 1
-    for op, dtype in [
-        (ReduceOp.SUM, "f4"),
-        (ReduceOp.AVG, "f2"),
-        (ReduceOp.PRODUCT, "c16"),
-        (ReduceOp.MAX, "i8"),
-    ]:
+    for op, dtype in {
+        ReduceOp.SUM: "f4",
+        ReduceOp.AVG: "f2",
+        ReduceOp.PRODUCT: "c16",
+        ReduceOp.MAX: "i8",
+    }.items():
         for count in (0, 3, 2003):
             x = (10 * rng.standard_normal(count)).astype(dtype)
             blocks = [(10 * rng.standard_normal(count + r)).astype(dtype) for r in range(world_size)]
@@ -135,13 +132,10 @@ def test_where_one_rank_has_no_kernels_all_reduce_on_the_host(
     made = cuda_aware_mpi.DeviceMemory.reducer
     lacks = rank == 1
     monkeypatch.setattr(cuda_aware_mpi.DeviceMemory, "reducer", lambda *args: None if lacks else made(*args))
-    for op, want in [
-        (ReduceOp.SUM, sum(range(world_size))),
-        (ReduceOp.PREMUL_SUM(2.0), 2 * sum(range(world_size))),
-    ]:
+    for factor, op in ((1, ReduceOp.SUM), (2, ReduceOp.PREMUL_SUM(2.0))):
         x = np.full(1009, float(rank))
         dist.all_reduce(FakeArray(x), op, group=group)
-        assert (x == want).all()
+        assert (x == factor * sum(range(world_size))).all()
     assert "kernel" not in [what for what, _ in gpu.queued]
 
 
@@ -225,11 +219,10 @@ def test_threads_that_carry_messages_have_the_arrays_gpu(rank, world_size, monke
     make_aware(monkeypatch, True)
     x, y, used, peer = np.full(1009, rank), np.zeros(1009, int), set(), rank ^ 1
     with FakeRuntime(devices=2).installed() as fake:
-        group = dist.new_group(timeout=30)
-        poll = group.backend.pipe._requests.poll
-        monkeypatch.setattr(
-            group.backend.pipe._requests, "poll", lambda mode: used.add(fake.current()) or poll(mode)
-        )
+        group = dist.new_group(timeout=90)
+        requests = group.backend.pipe._requests
+        poll = requests.poll
+        monkeypatch.setattr(requests, "poll", lambda mode: used.add(fake.current()) or poll(mode))
         for array in (x, y):
             fake.place(array, 1)
         works = [dist.irecv(FakeArray(y), peer, group=group), dist.isend(FakeArray(x), peer, group=group)]
@@ -238,19 +231,6 @@ def test_threads_that_carry_messages_have_the_arrays_gpu(rank, world_size, monke
         assert (y == peer).all()
         assert used == {1}
         dist.destroy_process_group(group)
-
-
-@pytest.mark.usefixtures("kernels")
-def test_a_message_that_does_not_fit_raises_on_both_sides(rank, world_size, group):
-    x = np.zeros(1009)
-    calls = [
-        lambda: dist.send(FakeArray(x), 1, group=group),
-        lambda: dist.recv(FakeArray(x[1:]), 0, group=group),
-    ]
-    if rank < 2:
-        with pytest.raises(dist.MismatchError, match=r"1009 elements.*1008|1008 elements.*1009"):
-            calls[rank]()
-    dist.all_reduce(FakeArray(x), group=group)
 
 
 @pytest.mark.parametrize("count", [1, 30_000])
@@ -287,22 +267,16 @@ def test_one_library_that_is_not_cuda_aware_makes_all_stage(rank, world_size, gp
 
 
 @pytest.mark.parametrize("call", ["broadcast", "recv"])
-def test_a_missing_rank_is_named(rank, world_size, call, gpu, monkeypatch):
-    make_aware(monkeypatch, True)
-    group = dist.new_group()
+def test_a_missing_rank_is_named(rank, world_size, call, group):
     group.timeout = 0.3  # only now, as to meet may take longer
     x = FakeArray(np.ones(50_000))
     if rank != 1:
         with pytest.raises(dist.GroupError, match=r"rank 1 \("):
             dist.broadcast(x, 0, group=group) if call == "broadcast" else dist.recv(x, 1, group=group)
     dist.barrier()
-    dist.destroy_process_group(group)
-    usable()
 
 
-def test_ctrl_c_ends_a_call_on_all_ranks(rank, world_size, gpu, monkeypatch):
-    make_aware(monkeypatch, True)
-    group = dist.new_group(timeout=30)
+def test_ctrl_c_ends_a_call_on_all_ranks(rank, world_size, group):
     x = FakeArray(np.ones(5000))
     if rank == 0:
         with pytest.raises(KeyboardInterrupt), interrupted(group):
@@ -311,5 +285,3 @@ def test_ctrl_c_ends_a_call_on_all_ranks(rank, world_size, gpu, monkeypatch):
         with pytest.raises(dist.AbortedError, match="KeyboardInterrupt"):
             dist.recv(x, 0, group=group)
     dist.barrier()
-    dist.destroy_process_group(group)
-    usable()

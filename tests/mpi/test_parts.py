@@ -8,12 +8,13 @@ import importlib.metadata
 import importlib.util
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from net.meshes import default_settings
 
 import fastcoll
-from fastcoll import config
 from fastcoll.net.mpi import library as mpi_library
 from fastcoll.net.mpi.execution import LARGEST, SEGMENT, are_near, messages_of, segments
 from fastcoll.net.mpi.library import why_unavailable
@@ -34,9 +35,12 @@ def test_segments_cover_an_array_once_and_cut_no_element(itemsize: int, ranks: i
     assert ends[-1] == items * itemsize
 
 
-def test_long_arrays_are_divided_into_segments() -> None:
+def test_long_arrays_are_divided_into_segments_and_messages() -> None:
     starts = [start for start, _ in segments(3 * SEGMENT + 8, 2, 8)]
     assert starts == [0, SEGMENT, 2 * SEGMENT, 3 * SEGMENT]
+    found = messages_of((1000, 2 * LARGEST + 5))  # each less than 2**31 bytes
+    assert found == [(1000, LARGEST), (1000 + LARGEST, LARGEST), (1000 + 2 * LARGEST, 5)]
+    assert messages_of((1000, 0)) == []
 
 
 def test_blocks_are_near_within_31_bits() -> None:
@@ -44,12 +48,6 @@ def test_blocks_are_near_within_31_bits() -> None:
     assert are_near([(0, 0), (1 << 40, 8)])  # an empty block has no address
     assert are_near([(1 << 40, 8), ((1 << 40) + (1 << 31) - 9, 8)])
     assert not are_near([(1 << 40, 8), ((1 << 40) + (1 << 31) - 8, 8)])
-
-
-def test_messages_count_to_less_than_31_bits() -> None:
-    found = messages_of((1000, 2 * LARGEST + 5))
-    assert found == [(1000, LARGEST), (1000 + LARGEST, LARGEST), (1000 + 2 * LARGEST, 5)]
-    assert messages_of((1000, 0)) == []
 
 
 @pytest.fixture
@@ -108,53 +106,38 @@ def test_a_missing_requirement_is_named_with_its_cure(
 
 @pytest.mark.usefixtures("mpi4py")
 def test_mpi_between_nodes_needs_mpis_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "FASTCOLL_BETWEEN_NODES": "mpi",
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }.items():
-        monkeypatch.setenv(name, value)
-    config.forget()
-    try:
+    one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with default_settings(monkeypatch):
+        for name, value in {"FASTCOLL_BETWEEN_NODES": "mpi", **one}.items():
+            monkeypatch.setenv(name, value)
         with pytest.raises(fastcoll.UnavailableError, match="mpiexec"):
             fastcoll.init_process_group()
         assert not fastcoll.is_initialized()
-    finally:
         monkeypatch.undo()
-        config.forget()
 
 
-class Answers:
-    """An MPI library, by ctypes, that can be asked about CUDA by one function, both, or none."""
+def answers(code: int, aware: int) -> Callable[..., int]:
+    """Return a library's function that sets a flag for CUDA, the kind 0."""
 
-    def __init__(self, **answers: int | tuple[int, int]) -> None:
-        for name, answer in answers.items():
-            setattr(self, name, self._query(answer))
+    def query(kind: int, flag: Any) -> int:
+        if kind == 0:
+            ctypes.cast(flag, ctypes.POINTER(ctypes.c_int))[0] = aware
+        return code
 
-    @staticmethod
-    def _query(answer: int | tuple[int, int]) -> Callable[..., int]:
-        def gpu_query(kind: int, flag: Any) -> int:
-            assert isinstance(answer, tuple)
-            if kind == 0:  # CUDA; no other kind is asked about
-                ctypes.cast(flag, ctypes.POINTER(ctypes.c_int))[0] = answer[1]
-            return answer[0]
-
-        return gpu_query if isinstance(answer, tuple) else lambda: answer
+    return query
 
 
 @pytest.mark.parametrize(
-    ("answers", "aware"),
+    ("functions", "aware"),
     [
         ({}, False),
-        ({"MPIX_Query_cuda_support": 1}, True),
-        ({"MPIX_Query_cuda_support": 0}, False),
-        ({"MPIX_GPU_query_support": (0, 1)}, True),
-        ({"MPIX_GPU_query_support": (0, 0)}, False),
-        ({"MPIX_GPU_query_support": (15, 1)}, False),  # an MPI error
-        ({"MPIX_GPU_query_support": (0, 0), "MPIX_Query_cuda_support": 0}, False),
+        ({"MPIX_Query_cuda_support": lambda: 1}, True),
+        ({"MPIX_Query_cuda_support": lambda: 0}, False),
+        ({"MPIX_GPU_query_support": answers(0, 1)}, True),
+        ({"MPIX_GPU_query_support": answers(0, 0)}, False),
+        ({"MPIX_GPU_query_support": answers(15, 1)}, False),  # an MPI error
+        ({"MPIX_GPU_query_support": answers(0, 0), "MPIX_Query_cuda_support": lambda: 0}, False),
     ],
 )
-def test_a_library_is_cuda_aware_if_it_declares_so(answers: dict[str, Any], aware: bool) -> None:
-    assert mpi_library.is_cuda_aware(Answers(**answers)) is aware
+def test_a_library_is_cuda_aware_if_it_declares_so(functions: dict[str, Any], aware: bool) -> None:
+    assert mpi_library.is_cuda_aware(SimpleNamespace(**functions)) is aware
