@@ -35,7 +35,9 @@ HERE = [LO, ETH0, ETH1, DOCKER, LO6, ETH06, IB6]
 
 
 @pytest.fixture(autouse=True)
-def plain_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No interface is named by a setting, and this machine has those of HERE."""
+    monkeypatch.setattr(interfaces, "interfaces_here", lambda: HERE)
     for name in ("FASTCOLL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     config.forget()
@@ -45,7 +47,6 @@ def plain_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("family", [None, 4, 6])
 def test_loopback_is_refused_between_hosts(monkeypatch: pytest.MonkeyPatch, family: int | None) -> None:
-    monkeypatch.setattr(interfaces, "interfaces_here", lambda: HERE)
     monkeypatch.setenv("FASTCOLL_SOCKET_IFNAME", "eth0,lo")
     here = Member.here(0, 2, "tcp")
     near = [here, replace(here, rank=1)]
@@ -86,17 +87,19 @@ def test_choice(text: str, by_route: str, family: int | None, expected: list[Int
     assert choose(parse(text), HERE, by_route, family) == expected
 
 
-def test_an_unknown_interface_raises_an_error_that_lists_the_known_ones() -> None:
-    with pytest.raises(
-        UsageError, match=r"GLOO_SOCKET_IFNAME names eth7, but .* there are lo 127\.0\.0\.1, eth0 10"
-    ):
-        choose(parse("eth0,eth7", "GLOO_SOCKET_IFNAME"), HERE, "10.0.0.5", None)
-
-
-@pytest.mark.parametrize(("text", "family"), [("ib0", 4), ("eth1", 6), ("eth0,ib0", 4), ("^eth0,lo,ib0", 6)])
-def test_no_address_of_the_groups_family(text: str, family: int) -> None:
-    with pytest.raises(UsageError, match=f"no IPv{family} address to use"):
-        choose(parse(text), HERE, "10.0.0.5", family)
+@pytest.mark.parametrize(
+    ("text", "family", "message"),
+    [
+        ("eth0,eth7", None, r"GLOO_SOCKET_IFNAME names eth7, but .* there are lo 127\.0\.0\.1, eth0 10"),
+        *((text, 4, "no IPv4 address to use") for text in ("ib0", "eth0,ib0")),
+        *((text, 6, "no IPv6 address to use") for text in ("eth1", "^eth0,lo,ib0")),
+    ],
+)
+def test_no_such_interface_or_no_address_of_the_groups_family(
+    text: str, family: int | None, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        choose(parse(text, "GLOO_SOCKET_IFNAME"), HERE, "10.0.0.5", family)
 
 
 def test_the_settings_come_before_gloos(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,11 +110,10 @@ def test_the_settings_come_before_gloos(monkeypatch: pytest.MonkeyPatch) -> None
     assert interfaces.wanted_here() == Wanted(("eth1",), True, "FASTCOLL_SOCKET_IFNAME")
 
 
-def test_ranks_of_one_network_use_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interfaces, "interfaces_here", lambda: HERE)
+def test_ranks_of_one_network_use_loopback() -> None:
     me = Member.here(0, 2, "tcp")
-    assert choose_here("", [me, replace(me, rank=1)], None) == [LO]
-    assert choose_here("", [me, replace(me, rank=1)], 6) == [LO6]
+    for family, expected in ((None, LO), (6, LO6)):
+        assert choose_here("", [me, replace(me, rank=1)], family) == [expected]
 
 
 @pytest.mark.parametrize("change", [{"boot_id": "another"}, {"network": "net:[1]"}])
@@ -128,7 +130,6 @@ def test_ranks_of_one_network_use_loopback(monkeypatch: pytest.MonkeyPatch) -> N
 def test_ranks_of_several_networks_use_the_route_to_the_master(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, str], local: str, default: str, expected: Interface
 ) -> None:
-    monkeypatch.setattr(interfaces, "interfaces_here", lambda: HERE)
     monkeypatch.setattr(interfaces, "own_address", lambda: default)
     me = Member.here(0, 2, "tcp")
     store = HashStore()
@@ -138,7 +139,6 @@ def test_ranks_of_several_networks_use_the_route_to_the_master(
 
 
 def test_a_machine_without_a_default_route_has_an_address_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interfaces, "interfaces_here", lambda: HERE)
     monkeypatch.setattr(interfaces, "own_address", lambda: "127.0.0.1")
     assert address_for_others() == ETH0.address
     monkeypatch.setenv("FASTCOLL_SOCKET_IFNAME", "eth1")
