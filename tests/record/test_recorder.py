@@ -17,10 +17,12 @@ import pytest
 import fastcoll as dist
 from fastcoll import config
 from fastcoll.core.signature import describe
-from fastcoll.record import dump
+from fastcoll.record import dump, recorder
 from fastcoll.record import record as r
 from fastcoll.record.recorder import GroupRecorder, own, read
 from fastcoll.system.processes import Member, status_of
+
+START = time.time()
 
 
 def members(count: int) -> list[Member]:
@@ -43,24 +45,25 @@ def group():
     made.close()
 
 
+def only():
+    """Return the record of this process's only group."""
+    (recorded,) = own().groups
+    return recorded
+
+
 def test_a_group_is_read_with_its_members(group: GroupRecorder) -> None:
     found = read(os.getpid())
     assert found is not None
     assert found == own()
     assert (found.pid, found.world_size, found.rank) == (os.getpid(), 3, 1)
-    assert abs(found.started - time.time()) < 60
+    assert START <= found.started <= time.time()
     assert found.job.split(":")[1] == str(os.getpid() - 1)
     (recorded,) = found.groups
-    assert (recorded.name, recorded.backend, recorded.rank, recorded.calls, recorded.under_way) == (
-        "WORLD",
-        "mpi",
-        1,
-        0,
-        None,
-    )
-    assert [peer.rank for peer in recorded.members] == [0, 1, 2]
-    assert [peer.pid for peer in recorded.members] == [os.getpid() + rank - 1 for rank in range(3)]
-    assert {peer.host for peer in recorded.members} == {os.uname().nodename}
+    assert (recorded.name, recorded.backend, recorded.rank) == ("WORLD", "mpi", 1)
+    assert (recorded.calls, recorded.under_way) == (0, None)
+    host = os.uname().nodename
+    peers = [(peer.rank, peer.pid, peer.host) for peer in recorded.members]
+    assert peers == [(rank, os.getpid() + rank - 1, host) for rank in range(3)]
     assert r.record_of(found.as_dict()) == found
 
 
@@ -68,13 +71,13 @@ def test_calls_begin_and_end_and_the_ring_wraps(group: GroupRecorder) -> None:
     barrier = 11
     for number in range(1, r.RING + 11):
         assert group.begin(barrier, 0) == number
-        (recorded,) = own().groups if number in (1, r.RING, r.RING + 5) else (None,)
-        if recorded is not None:
+        if number in (1, r.RING, r.RING + 5):
+            recorded = only()
             assert recorded.under_way is not None
             assert (recorded.under_way.number, describe(*recorded.under_way.head)) == (number, "barrier()")
             assert recorded.since == recorded.under_way.began > 0
         group.end(number)
-    (recorded,) = own().groups
+    recorded = only()
     assert recorded.under_way is None
     assert [call.number for call in recorded.ring] == list(range(11, r.RING + 11))
     assert {call.state for call in recorded.ring} == {"done"}
@@ -82,18 +85,19 @@ def test_calls_begin_and_end_and_the_ring_wraps(group: GroupRecorder) -> None:
 
 
 def test_the_end_of_a_call_and_its_waits_are_read(group: GroupRecorder) -> None:
+    began = time.time_ns()
     group.begin(11, 0)
-    group.waits(0, "barrier(), call 1 of group 'WORLD'", [0, 2], time.monotonic() - 1)
+    group.waits(0, "barrier(), call 1 of group 'WORLD'", [0, 2], time.monotonic() - 100)
     group.waits(1, "recv from rank 2", [2], time.monotonic(), message=True)
-    (recorded,) = own().groups
+    recorded = only()
     waits, message = recorded.waits
     assert (waits.number, waits.ranks, waits.many) == (1, (0, 2), 2)
     assert waits.doing.startswith("barrier()")
-    assert 0.9e9 < time.time_ns() - waits.since < 60e9
+    assert began - 160e9 < waits.since < time.time_ns() - 40e9
     assert (message.number, message.ranks) == (0, (2,))
     group.waits_no_more(1)
     group.failed("rank 2 died")
-    (recorded,) = own().groups
+    recorded = only()
     assert (recorded.failure, recorded.under_way) == ("rank 2 died", None)
     assert [wait.ranks for wait in recorded.waits] == [(0, 2)]  # as it was then
     assert recorded.ring[-1].state == "failed"
@@ -104,11 +108,9 @@ def test_a_failure_before_a_call_is_published_is_a_call_that_failed(group: Group
     group.context[0], group.context[1] = 2, 1
     group.follow(calls=0, finished=1)
     group.broken_off("failed")
-    (recorded,) = own().groups
-    assert [(call.number, call.state, call.call) for call in recorded.ring] == [
-        (1, "done", 11),
-        (2, "failed", 0),
-    ]
+    recorded = only()
+    calls = [(call.number, call.state, call.call) for call in recorded.ring]
+    assert calls == [(1, "done", 11), (2, "failed", 0)]
     assert recorded.under_way is None
 
 
@@ -118,10 +120,8 @@ def test_several_groups_are_made_and_closed_and_leave_nothing() -> None:
     made = [GroupRecorder(f"g{k}", members(2), 0, "tcp", words=1000) for k in range(5)]
     assert descriptors() == before + 1
     assert [group.name for group in own().groups] == [f"g{k}" for k in range(5)]
-    made[1].close()
-    made[1].close()
-    made[3].close()
-    assert [group.name for group in own().groups] == ["g0", "g2", "g4"]
+    for k in (1, 1, 3):
+        made[k].close()
     made.append(GroupRecorder("late", members(2), 0, "tcp"))
     assert [group.name for group in own().groups] == ["g0", "g2", "g4", "late"]
     context = made[0].context
@@ -184,10 +184,7 @@ def test_other_files_are_no_record() -> None:
 
 def test_of_a_damaged_record_only_consistent_parts_are_read(group: GroupRecorder) -> None:
     group.begin(11, 0)
-    from fastcoll.record import recorder
-
-    fd = recorder._file.fd
-    data = os.pread(fd, 1 << 20, 0)
+    data = os.pread(recorder._file.fd, 1 << 20, 0)
     random = np.random.default_rng(1)
     for _ in range(200):
         bad = bytearray(data)
@@ -208,15 +205,12 @@ def test_another_process_sees_who_is_late_while_a_rank_is_stopped() -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif rank == 2:  # which is late as well, but 0 waits for 1 first
-        deadline = time.monotonic() + 30
+        stopped, world = False, None
         try:
-            while True:
+            while not (stopped and world.under_way and world.late == 1):
                 stopped = status_of(pids[1])[0] == b"T"  # and then its record changes no more
                 first, last = read(pids[0]), read(pids[1])
-                world = first.groups[0]
-                if stopped and world.under_way and world.late == 1:
-                    break
-                assert time.monotonic() < deadline, (stopped, world)
+                (world,) = first.groups
                 time.sleep(0.01)
             assert (first.rank, last.rank, first.job) == (0, 1, last.job)
             assert world.under_way.number == last.groups[0].calls + 1
@@ -230,6 +224,7 @@ def test_another_process_sees_who_is_late_while_a_rank_is_stopped() -> None:
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_the_ring_has_the_last_calls_of_every_group_alike_on_all_ranks(backend: str) -> None:
+    start, before = time.time_ns(), [each.name for each in own().groups]
     group = dist.new_group(backend=backend)
     pair = dist.new_group([0, 2], backend=backend)
     rank = dist.get_rank()
@@ -237,8 +232,7 @@ def test_the_ring_has_the_last_calls_of_every_group_alike_on_all_ranks(backend: 
     for _ in range(r.RING + 100):
         dist.all_reduce(x, group=group)
     dist.all_reduce(large, group=group)
-    works = [dist.all_reduce(x, group=group, async_op=True) for _ in range(5)]
-    for work in works:
+    for work in [dist.all_reduce(x, group=group, async_op=True) for _ in range(5)]:
         work.wait()
     dist.broadcast(x, 1, group=group)
     if rank != 1:
@@ -250,22 +244,19 @@ def test_the_ring_has_the_last_calls_of_every_group_alike_on_all_ranks(backend: 
     assert {call.state for call in mine.ring} == {"done"}
     assert describe(*mine.ring[-1].head) == "broadcast(float32, 2 elements, root=1)"
     assert describe(*mine.ring[-7].head) == "all_reduce(float64, 65536 elements, op=SUM)"
-    assert mine.ring[-7].ended > mine.ring[-7].began > time.time_ns() - 60e9  # a large call is timed
+    assert mine.ring[-7].ended > mine.ring[-7].began > start - 60e9  # a large call is timed
     timed = [call for call in mine.ring if call.ended]
-    assert len(timed) >= r.RING // 64
+    assert len(timed) >= (r.RING if backend == "tcp" else r.RING // 64)
     assert all(before.ended <= after.began for before, after in pairwise(timed))
-    if backend == "tcp":
-        assert len(timed) == r.RING
     rings = [None] * 3
     dist.all_gather_object(rings, [(call.number, call.call, call.shape) for call in mine.ring])
     assert rings[0] == rings[1] == rings[2]
-    assert (pair.name in found) == (rank != 1) if rank != 1 else True
     if rank != 1:
-        assert [describe(*call.head) for call in found[pair.name].ring][-1] == "barrier()"
+        assert describe(*found[pair.name].ring[-1].head) == "barrier()"
         assert [peer.rank for peer in found[pair.name].members] == [0, 2]
         dist.destroy_process_group(pair)
     dist.destroy_process_group(group)
-    assert not {group.name, "pair"} & {each.name for each in own().groups}
+    assert [each.name for each in own().groups] == before
 
 
 @pytest.mark.ranks(2)
