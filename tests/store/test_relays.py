@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from net.proxy import Proxy
 
-from fastcoll import StoreError, config
+from fastcoll import StoreError
 from fastcoll.store import TCPStore
 from fastcoll.store.opening import (
     OPENING_SIZE,
@@ -24,54 +24,31 @@ from fastcoll.store.store_protocol import StoreServer
 from fastcoll.system import address
 from fastcoll.system.address import name_of, place_of
 
-GIVEN = ("FASTCOLL_SECRET", "FASTCOLL_SECRET_FILE", "FASTCOLL_INSECURE")
-
 
 @pytest.fixture(autouse=True)
-def own_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def own_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Use the user's own secret, in a home of this test's, because no other is given."""
-    for name in GIVEN:
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    config.forget()
-    yield
-    config.forget()
 
 
-@pytest.fixture
-def store() -> Iterator[TCPStore]:
-    with TCPStore("127.0.0.1", 0, is_master=True) as store:
-        yield store
-
-
-@pytest.fixture
-def relay(store: TCPStore) -> Iterator[Proxy]:
-    """Run a relay at the address of one job's store that forwards to another job's store."""
-    relay = Proxy(("127.0.0.1", store.port))
-    yield relay
-    relay.close()
-
-
-def test_a_rank_is_not_relayed_to_another_job_of_its_user(store: TCPStore, relay: Proxy) -> None:
+@pytest.mark.parametrize("has_secret", [False, True])
+def test_a_rank_is_relayed_to_another_port_only_if_the_job_has_a_secret(
+    monkeypatch: pytest.MonkeyPatch, has_secret: bool
+) -> None:
+    """Without one, the store at the end of a relay may be that of another job of the user."""
+    monkeypatch.setenv("FASTCOLL_SECRET", "of this job" * has_secret)
     cure = (
         r"has another address: .* forwards .*user's own.*; give this job one of its own: .* FASTCOLL_SECRET"
     )
-    with pytest.raises(StoreError, match=cure):
-        TCPStore("127.0.0.1", relay.port, timeout=60)
-    with TCPStore("127.0.0.1", store.port) as direct:
-        assert direct.add("came", 1) == 1
-
-
-def test_ports_may_be_mapped_where_the_job_has_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTCOLL_SECRET", "of this job")
-    config.forget()
-    with TCPStore("127.0.0.1", 0, is_master=True) as master:
-        mapped = Proxy(("127.0.0.1", master.port))
+    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        relay = Proxy(("127.0.0.1", store.port))
         try:
-            with TCPStore("127.0.0.1", mapped.port) as client:
-                assert client.add("came", 1) == 1
+            with nullcontext() if has_secret else pytest.raises(StoreError, match=cure):
+                TCPStore("127.0.0.1", relay.port).close()
         finally:
-            mapped.close()
+            relay.close()
+        with TCPStore("127.0.0.1", store.port) as direct:
+            assert direct.add("came", 1) == 1
 
 
 @pytest.mark.parametrize(

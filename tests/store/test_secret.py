@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,23 +15,17 @@ from fastcoll import config
 from fastcoll.errors import UsageError
 from fastcoll.store import TCPStore, secret
 
-GIVEN = ("FASTCOLL_SECRET", "FASTCOLL_SECRET_FILE", "FASTCOLL_INSECURE")
 NOWHERE = "/dev/null/no folder"
 
 
 @pytest.fixture(autouse=True)
-def plain_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No secret is given; the home and the replacement for /dev/shm are empty."""
-    for name in GIVEN:
-        monkeypatch.delenv(name, raising=False)
+def plain_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The home and the replacement for /dev/shm are empty."""
     monkeypatch.setattr(secret, "_warned", False)
     monkeypatch.setattr(secret, "_MACHINES", tmp_path / "shm")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home" / "config"))
     for folder in ("shm", "home"):
         (tmp_path / folder).mkdir()
-    config.forget()
-    yield
-    config.forget()
 
 
 @pytest.fixture
@@ -65,18 +59,13 @@ TELL = [
 ]  # fmt: skip
 
 
-def test_ranks_that_create_the_secret_at_once_agree(own: Path) -> None:
-    wait = [*TELL[:2], f"import sys; sys.stdin.read(); {TELL[2]}"]
-    ranks = [subprocess.Popen(wait, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(4)]
+def test_ranks_that_create_the_secret_at_once_agree(processes, own: Path) -> None:
+    wait = f"import sys; sys.stdin.read(); {TELL[2]}"
+    ranks = [processes.start(wait, XDG_CONFIG_HOME=str(own.parents[1])) for _ in range(3)]
     for rank in ranks:
-        assert rank.stdin is not None
         rank.stdin.close()
-    told = set()
-    for rank in ranks:
-        with rank:
-            assert rank.stdout is not None
-            told.add(rank.stdout.read())
-    assert told == {own.read_bytes().strip()}
+        rank.stdin = None
+    assert {*processes.outputs(ranks)} == {own.read_text().strip()}
     assert os.listdir(own.parent) == ["secret"]
 
 
@@ -94,7 +83,7 @@ def test_the_file_is_private_for_every_umask(own: Path) -> None:
     [
         *(
             (partial(keep, data=b"s", mode=mode), rf"others may open it \(mode {mode:04o}\)")
-            for mode in (0o644, 0o640, 0o660, 0o606, 0o700)
+            for mode in (0o640, 0o604, 0o700)
         ),
         (partial(keep, data=b"\n"), "it holds no secret of 1 to 4096 bytes"),
         (lambda own: own.symlink_to(keep(own.with_name("elsewhere"), b"s")), "it is a link"),
@@ -114,9 +103,8 @@ def test_a_secret_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch, ow
     keep(own, b"s")
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    with pytest.raises(
-        UsageError, match=f"it belongs to user {me}, and this process is user {me + 1}'s; give"
-    ):
+    why = f"it belongs to user {me}, and this process is user {me + 1}'s; give"
+    with pytest.raises(UsageError, match=why):
         secret.job_secret()
 
 
@@ -141,10 +129,8 @@ def test_no_file_is_created_in_another_users_home(monkeypatch: pytest.MonkeyPatc
     assert os.listdir(tmp_path / "home") == os.listdir(tmp_path / "shm") == []
     (tmp_path / "home").chmod(0o1777)  # as in a folder like /tmp, in which all users may write
     secret._own.cache_clear()
-    with pytest.raises(
-        UsageError,
-        match=rf"config/fastcoll/secret \(a file made there is not private: it belongs to user {me}",
-    ):
+    why = rf"config/fastcoll/secret \(a file made there is not private: it belongs to user {me}"
+    with pytest.raises(UsageError, match=why):
         secret.job_secret()
 
 
@@ -181,13 +167,11 @@ def test_the_variable_precedes_the_file_and_both_precede_insecure(
     assert secret.job_secret() == b"from the variable"
 
 
-@pytest.mark.parametrize("mode", [0o400, 0o600, 0o640, 0o440])
-def test_files_with_safe_permissions_are_accepted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: int
-) -> None:
-    keep(tmp_path / "data", b"s", mode)
-    (tmp_path / "secret").symlink_to("data")  # as in volumes of Kubernetes
-    for name in ("data", "secret"):
+def test_files_with_safe_permissions_are_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("640")  # as in volumes of Kubernetes
+    for mode in (0o400, 0o600, 0o640, 0o440):
+        keep(tmp_path / f"{mode:o}", b"s", mode)
+    for name in ("400", "600", "640", "440", "link"):
         monkeypatch.setenv("FASTCOLL_SECRET_FILE", str(tmp_path / name))
         config.forget()
         assert secret.job_secret() == b"s"
@@ -197,27 +181,21 @@ def test_files_with_safe_permissions_are_accepted(
     ("put", "why"),
     [
         *(
-            (partial(keep, data=b"s", mode=mode), rf"open to others .mode {mode:04o}.* chmod 600")
-            for mode in (0o644, 0o604, 0o620, 0o602, 0o666)
+            (partial(keep, data=b"hush", mode=mode), rf"open to others .mode {mode:04o}.* chmod 600")
+            for mode in (0o604, 0o620)
         ),
-        *((partial(keep, data=data), "must hold 1 to 4096 bytes") for data in (b"", b" \n", b"x" * 4097)),
+        *((partial(keep, data=data), "must hold 1 to 4096 bytes") for data in (b"", b" \n", b"hush" * 1025)),
         (lambda path: None, "cannot be read"),
         (os.mkdir, "no file"),
         (os.mkfifo, "no file"),
     ],
 )
-def test_unusable_secret_files_are_refused(
+def test_unusable_secret_files_are_refused_without_showing_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, put: Callable[[Path], object], why: str
 ) -> None:
     put(tmp_path / "secret")
     monkeypatch.setenv("FASTCOLL_SECRET_FILE", str(tmp_path / "secret"))
-    with pytest.raises(UsageError, match=why):
-        secret.job_secret()
-
-
-def test_a_secret_is_not_shown_in_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FASTCOLL_SECRET_FILE", keep(tmp_path / "secret", b"hush" * 2000))
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(UsageError, match=why) as raised:
         secret.job_secret()
     assert "hush" not in str(raised.value)
 
@@ -226,8 +204,7 @@ def test_proofs_differ_by_key_label_and_opening() -> None:
     made = {
         secret.proof(key, label, (one, b"two"))
         for key in (b"k", b"l")
-        for label in ("a", "b")
+        for label in "ab"
         for one in (b"1", b"2")
     }
-    assert len(made) == 8
-    assert {len(each) for each in made} == {secret.PROOF_SIZE}
+    assert [len(each) for each in made] == [secret.PROOF_SIZE] * 8

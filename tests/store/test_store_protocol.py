@@ -37,6 +37,12 @@ from fastcoll.store.store_protocol import FRAME_SECONDS, MOST_OPENINGS, OPENING_
 from fastcoll.store.table import SHAPES, Op, StoreRequest
 
 SECRET = b"a secret"
+Answers = list[tuple[ReplyStatus, list[bytes]]]
+
+
+def ok(*fields: bytes) -> Answers:
+    """Return one answer: that the request has succeeded."""
+    return [(ReplyStatus.OK, [*fields])]
 
 
 class Wire:
@@ -50,19 +56,27 @@ class Wire:
         for peer in peers:
             self.open(peer)
 
-    def connect(self, peer: int) -> None:
+    def connect(self, peer: int, data: bytes = b"") -> None:
+        """Connect, and send the first data."""
         self.sent[peer] = b""
         self.server.connect(peer, self.now)
+        self.feed(peer, data)
 
     def open(self, peer: int) -> None:
         """Connect to a server without a secret, and complete the opening."""
-        self.connect(peer)
-        self.feed(peer, hello())
+        self.connect(peer, hello())
         assert len(self.take(peer)) == OPENING_SIZE
 
     def feed(self, peer: int, data: bytes) -> None:
-        self.server.receive(peer, data, self.now)
+        if data:
+            self.server.receive(peer, data, self.now)
         self.collect()
+
+    def end(self, peer: int) -> str:
+        """End a connection; return the reason with which the server drops the peer."""
+        self.server.end(peer)
+        self.collect()
+        return self.dropped[peer]
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -81,27 +95,22 @@ class Wire:
         data, self.sent[peer] = self.sent[peer], b""
         return data
 
-    def ask(
-        self, peer: int, op: Op, *parts: bytes, timeout: float = 9.0
-    ) -> list[tuple[ReplyStatus, list[bytes]]]:
+    def ask(self, peer: int, op: Op, *parts: bytes, timeout: float = 9.0) -> Answers:
         count = 0 if not parts else len(parts) // (1 + SHAPES[op][2])
         self.feed(peer, encode_request(StoreRequest(op, parts[:count], parts[count:], timeout)))
         return self.answers(peer)
 
-    def answers(self, peer: int) -> list[tuple[ReplyStatus, list[bytes]]]:
+    def answers(self, peer: int) -> Answers:
         return parse_answers(self.take(peer))
 
 
 def hello(secret: bool = False, **changes: Any) -> bytes:
     me = Endpoint(bytes(GROUP_SIZE), 1, 2, b"", secret)
-    return (
-        Opening.of(me, Role.DIALS, ConnectionKind.STORE, 0, 0, OpeningResult.WELCOME)
-        ._replace(**changes)
-        .to_bytes()
-    )
+    opening = Opening.of(me, Role.DIALS, ConnectionKind.STORE, 0, 0, OpeningResult.WELCOME)
+    return opening._replace(**changes).to_bytes()
 
 
-def parse_answers(data: bytes) -> list[tuple[ReplyStatus, list[bytes]]]:
+def parse_answers(data: bytes) -> Answers:
     answers = []
     while data:
         length = HEADER.unpack(data[: HEADER.size])[2]
@@ -109,10 +118,6 @@ def parse_answers(data: bytes) -> list[tuple[ReplyStatus, list[bytes]]]:
         answers.append(decode_answer(data[: HEADER.size], data[HEADER.size : end]))
         data = data[end:]
     return answers
-
-
-def test_the_sizes_of_the_opening_and_the_header() -> None:
-    assert (OPENING_SIZE, HEADER.size, PROOF_SIZE) == (112, 16, 32)
 
 
 keys = st.sampled_from([b"", b"a", b"b", b"long" * 50])
@@ -150,13 +155,6 @@ def test_how_the_bytes_are_split_does_not_matter(script: list[StoreRequest], dat
     assert whole.dropped == split.dropped
 
 
-def test_the_first_request_may_follow_the_opening_at_once() -> None:
-    wire = Wire()
-    wire.connect(1)
-    wire.feed(1, hello() + encode_request(StoreRequest(Op.NUM_KEYS)))
-    assert parse_answers(wire.take(1)[OPENING_SIZE:]) == [(ReplyStatus.OK, [b"0"])]
-
-
 @pytest.mark.parametrize("key", [b"set", b"unset"])
 def test_bytes_after_an_unanswered_request_drop_the_peer(key: bytes) -> None:
     """Otherwise a few bytes would queue an unlimited number of answers."""
@@ -178,11 +176,10 @@ def test_corruption_affects_no_other_peer(script: list[StoreRequest], data: st.D
     for at in data.draw(st.lists(st.integers(0, len(stream) - 1), min_size=1, max_size=4)):
         stream[at] = data.draw(st.integers(0, 255))
     wire = Wire(1)
-    wire.connect(2)
-    wire.feed(2, bytes(stream))
+    wire.connect(2, bytes(stream))
     wire.pass_time(1.0)
-    assert wire.ask(1, Op.SET, b"mine", b"1") == [(ReplyStatus.OK, [])]
-    assert wire.ask(1, Op.GET, b"mine") == [(ReplyStatus.OK, [b"1"])]
+    assert wire.ask(1, Op.SET, b"mine", b"1") == ok()
+    assert wire.ask(1, Op.GET, b"mine") == ok(b"1")
     assert 1 not in wire.dropped
 
 
@@ -199,24 +196,34 @@ def test_strangers_are_dropped_at_their_first_wrong_byte(start: bytes) -> None:
     assert wire.take(1) == b""
 
 
+WRONG_HEADERS = [
+    ((Op.SET, 1, 1 << 31, 1.0), "announces 2147483648 bytes"),
+    ((Op.GET, 1, MAX_BODY + 1, 1.0), "announces"),
+    ((Op.GET, 65535, 8, 1.0), "takes 1 to 1024 keys"),
+    ((Op.ADD, 2, 8, 1.0), "ADD takes 1 to 1 keys"),
+    *(((Op.GET, 1, 8, timeout), "timeout") for timeout in (-1.0, float("nan"), float("inf"))),
+    *(((op, 1, 8, 1.0), f"no operation {op}") for op in (0, 200)),
+]
+WRONG_BODIES = [
+    (b"\0\0", "length is truncated"),
+    (struct.pack("!I", 2**31), "exceeds its frame"),
+    (struct.pack("!I", 2**32 - 1) + b"abc", "exceeds its frame"),
+    (struct.pack("!I", 0) * 3, "has 3 fields"),
+    (b"", "has 0 fields"),
+]
+
+
 @pytest.mark.parametrize(
-    ("header", "reason"),
+    ("data", "reason"),
     [
-        ((Op.SET, 1, 1 << 31, 1.0), "announces 2147483648 bytes"),
-        ((Op.SET, 1, (1 << 32) - 1, 1.0), "announces"),
-        ((Op.GET, 1, MAX_BODY + 1, 1.0), "announces"),
-        ((Op.GET, 65535, 8, 1.0), "takes 1 to 1024 keys"),
-        ((Op.ADD, 2, 8, 1.0), "ADD takes 1 to 1 keys"),
-        ((Op.GET, 1, 8, -1.0), "timeout"),
-        ((Op.GET, 1, 8, float("nan")), "timeout"),
-        ((Op.GET, 1, 8, float("inf")), "timeout"),
-        ((0, 1, 8, 1.0), "no operation 0"),
-        ((200, 1, 8, 1.0), "no operation 200"),
+        *((HEADER.pack(*header), reason) for header, reason in WRONG_HEADERS),
+        *((HEADER.pack(Op.GET, 1, len(body), 1.0) + body, reason) for body, reason in WRONG_BODIES),
     ],
 )
-def test_a_header_is_checked_before_its_body_is_read(header: tuple[float, ...], reason: str) -> None:
+def test_a_wrong_header_or_body_drops_its_peer(data: bytes, reason: str) -> None:
+    """A header is checked before its body is read; fields must fill their frame."""
     wire = Wire(1)
-    wire.feed(1, struct.pack("!BxHId", *header))
+    wire.feed(1, data)
     assert reason in wire.dropped[1]
 
 
@@ -226,21 +233,10 @@ def test_bodies_are_parsed_or_refused(body: bytes) -> None:
         assert encode_frame(0, decode_fields(body))[HEADER.size :] == body
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"\0\0", struct.pack("!I", 2**31), struct.pack("!I", 2**32 - 1) + b"abc", struct.pack("!I", 0) * 3, b""],
-)
-def test_fields_must_fill_their_frame(body: bytes) -> None:
-    wire = Wire(1)
-    wire.feed(1, HEADER.pack(Op.GET, 1, len(body), 1.0) + body)
-    assert 1 in wire.dropped
-
-
 def test_slow_openings_are_dropped_and_slow_requests_have_longer() -> None:
     wire = Wire()
-    wire.connect(1)
+    wire.connect(1, hello()[:-1])
     wire.open(2)
-    wire.feed(1, hello()[:-1])
     wire.feed(2, b"\x01")
     wire.pass_time(OPENING_SECONDS - 0.01)
     assert not wire.dropped
@@ -263,9 +259,9 @@ def test_a_peer_that_stalls_within_a_request_is_dropped(begun: int) -> None:
     wire.pass_time(0.2 * FRAME_SECONDS)
     assert "did not complete a request" in wire.dropped[1]
     wire.feed(2, request[begun:])
-    assert wire.answers(2) == [(ReplyStatus.OK, [])]
+    assert wire.answers(2) == ok()
     wire.pass_time(10 * FRAME_SECONDS)  # after a complete request it may be idle again
-    assert wire.ask(2, Op.GET, b"k") == [(ReplyStatus.OK, [b"v" * 1000])]
+    assert wire.ask(2, Op.GET, b"k") == ok(b"v" * 1000)
 
 
 def test_equal_requests_get_the_same_bytes() -> None:
@@ -292,7 +288,7 @@ def test_waiting_for_several_keys() -> None:
     wire.ask(2, Op.SET, b"b", b"B")
     assert wire.answers(1) == []
     wire.ask(2, Op.APPEND, b"a", b"A")
-    assert wire.answers(1) == [(ReplyStatus.OK, [b"A", b"B"])]
+    assert wire.answers(1) == ok(b"A", b"B")
     wire.pass_time(10)
     assert wire.answers(1) == []
 
@@ -302,10 +298,7 @@ def test_each_value_of_a_queue_goes_to_one_waiting_peer() -> None:
     assert wire.ask(1, Op.POP, b"q") == wire.ask(2, Op.POP, b"q") == []
     items = [struct.pack("!4sI", b"\0ITM", 3) + value for value in (b"one", b"two")]
     wire.ask(3, Op.APPEND, b"q", b"".join(items))
-    assert [wire.answers(peer) for peer in (1, 2)] == [
-        [(ReplyStatus.OK, [b"one"])],
-        [(ReplyStatus.OK, [b"two"])],
-    ]
+    assert [wire.answers(peer) for peer in (1, 2)] == [ok(b"one"), ok(b"two")]
 
 
 def test_a_key_deleted_meanwhile_is_waited_for_again() -> None:
@@ -317,14 +310,14 @@ def test_a_key_deleted_meanwhile_is_waited_for_again() -> None:
     assert wire.answers(1) == []
     wire.pass_time(5)
     assert wire.answers(1) == [(ReplyStatus.TIMEOUT, [b"1", b"a"])]
-    assert wire.ask(1, Op.CHECK, b"b") == [(ReplyStatus.OK, [b"1"])]
+    assert wire.ask(1, Op.CHECK, b"b") == ok(b"1")
 
 
 def test_a_peer_that_disconnects_while_waiting_is_forgotten() -> None:
     wire = Wire(1, 2)
     wire.ask(1, Op.GET, b"a")
     wire.server.disconnect(1)
-    assert wire.ask(2, Op.SET, b"a", b"") == [(ReplyStatus.OK, [])]
+    assert wire.ask(2, Op.SET, b"a", b"") == ok()
     assert wire.server._parked == {}
     assert wire.server.next_deadline() is None
 
@@ -336,7 +329,7 @@ def test_obsolete_deadlines_do_not_accumulate() -> None:
         key = b"%d" % number
         wire.ask(1, Op.GET, key, timeout=1e6)
         wire.ask(2, Op.SET, key, b"")
-        assert wire.answers(1) == [(ReplyStatus.OK, [b""])]
+        assert wire.answers(1) == ok(b"")
     assert len(wire.server._deadlines) < 200
 
 
@@ -346,14 +339,13 @@ def test_a_refused_request_gets_the_reason_and_the_peer_continues() -> None:
     (status, fields), *_ = wire.ask(1, Op.ADD, b"k", b"1")
     assert status is ReplyStatus.REFUSED
     assert b"'k' holds 'word'" in fields[0].replace(b"b'word'", b"'word'")
-    assert wire.ask(1, Op.NUM_KEYS) == [(ReplyStatus.OK, [b"1"])]
+    assert wire.ask(1, Op.NUM_KEYS) == ok(b"1")
 
 
 def prove_as_client(wire: Wire, peer: int, secret: bytes) -> bytes:
     """Send a client's opening and proof; return the bytes after the server's opening and proof."""
     mine = hello(secret=True)
-    wire.connect(peer)
-    wire.feed(peer, mine)
+    wire.connect(peer, mine)
     answer = wire.take(peer)
     server, server_proof = answer[:OPENING_SIZE], answer[OPENING_SIZE:]
     assert server_proof == prove(SECRET, Role.ANSWERS, mine, server)
@@ -365,18 +357,10 @@ def test_only_clients_with_the_secret_are_accepted() -> None:
     """test_opening.py has the proofs that a stranger can try."""
     wire = Wire(secret=SECRET)
     assert prove_as_client(wire, 1, SECRET) == b""
-    assert wire.ask(1, Op.ADD, b"n", b"1") == [(ReplyStatus.OK, [b"1"])]
+    assert wire.ask(1, Op.ADD, b"n", b"1") == ok(b"1")
     prove_as_client(wire, 2, b"another")
-    wire.connect(3)
-    wire.feed(3, hello(secret=True) + encode_request(StoreRequest(Op.SET, (b"k",), (b"v",))) + bytes(32))
+    wire.connect(3, hello(secret=True) + encode_request(StoreRequest(Op.SET, (b"k",), (b"v",))) + bytes(32))
     assert wire.dropped == dict.fromkeys((2, 3), "rank 1 does not prove that it belongs to the group")
-
-
-def end(wire: Wire, peer: int) -> str:
-    """Return the reason with which the server drops a peer that has ended its connection."""
-    wire.server.end(peer)
-    wire.collect()
-    return wire.dropped[peer]
 
 
 def test_an_ended_opening_is_dropped_with_its_reason() -> None:
@@ -386,16 +370,13 @@ def test_an_ended_opening_is_dropped_with_its_reason() -> None:
         (2, hello(secret=True)[:50], "before its opening was complete"),
         (3, hello(secret=True), "before it sent its proof"),
     ):
-        wire.connect(peer)
-        if came:
-            wire.feed(peer, came)
-        assert reason in end(wire, peer)
+        wire.connect(peer, came)
+        assert reason in wire.end(peer)
         assert bool(wire.dropped[peer]) == bool(reason)
         assert "secret" not in wire.dropped[peer]
     prove_as_client(wire, 4, SECRET)
-    assert end(wire, 4) == ""
-    wire.connect(5)
-    wire.feed(5, hello(secret=True))
+    assert wire.end(4) == ""
+    wire.connect(5, hello(secret=True))
     wire.feed(5, bytes(PROOF_SIZE))
     assert wire.dropped[5].startswith("it refused this side's proof: its secret differs; give every rank")
 
@@ -405,34 +386,23 @@ def test_the_oldest_opening_is_dropped() -> None:
     prove_as_client(wire, 0, SECRET)
     for peer in range(1, MOST_OPENINGS + 1):
         wire.connect(peer)
-    wire.collect()
     assert wire.dropped == {}
     wire.connect(MOST_OPENINGS + 1)
-    wire.collect()
     assert wire.dropped == {1: f"one of more than {MOST_OPENINGS} openings"}
-    assert wire.ask(0, Op.ADD, b"n", b"1") == [(ReplyStatus.OK, [b"1"])]
+    assert wire.ask(0, Op.ADD, b"n", b"1") == ok(b"1")
 
 
 def test_answered_clients_are_dropped_last() -> None:
     """Such a client regards its connection as established once it has sent its proof."""
     wire = Wire(secret=SECRET)
     mine = hello(secret=True)
-    for peer in range(2):
-        wire.connect(peer)
-        wire.feed(peer, mine)
-    answer = wire.take(0)
-    for peer in range(2, 2 * MOST_OPENINGS):
-        wire.connect(peer)
-    wire.collect()
+    for peer in range(2 * MOST_OPENINGS):
+        wire.connect(peer, mine if peer < 2 else b"")
     assert set(wire.dropped) == set(range(2, MOST_OPENINGS))
-    wire.feed(0, prove(SECRET, Role.DIALS, mine, answer[:OPENING_SIZE]))
-    assert wire.ask(0, Op.ADD, b"n", b"1") == [(ReplyStatus.OK, [b"1"])]
-    for peer in range(
-        2 * MOST_OPENINGS, 3 * MOST_OPENINGS
-    ):  # clients that never send a proof are dropped, too
-        wire.connect(peer)
-        wire.feed(peer, mine)
-    wire.collect()
+    wire.feed(0, prove(SECRET, Role.DIALS, mine, wire.take(0)[:OPENING_SIZE]))
+    assert wire.ask(0, Op.ADD, b"n", b"1") == ok(b"1")
+    for peer in range(2 * MOST_OPENINGS, 3 * MOST_OPENINGS):  # of those that never send a proof, too
+        wire.connect(peer, mine)
     assert 1 in wire.dropped
 
 
@@ -443,25 +413,23 @@ def test_a_stopped_client_has_the_stores_timeout() -> None:
     prove_as_client(wire, 0, SECRET)
     wire.feed(0, request[:20])
     for peer in (1, 2):
-        wire.connect(peer)
-        wire.feed(peer, mine)
+        wire.connect(peer, mine)
     wire.pass_time(299.0)
     assert wire.dropped == {}
     wire.feed(0, request[20:])
     wire.feed(1, prove(SECRET, Role.DIALS, mine, wire.take(1)[:OPENING_SIZE]))
     wire.pass_time(2.0)
     assert wire.dropped == {2: "did not send its proof within 300 s"}
-    assert wire.answers(0) == [(ReplyStatus.OK, [])]
-    assert wire.ask(1, Op.GET, b"k") == [(ReplyStatus.OK, [b"v"])]
+    assert wire.answers(0) == ok()
+    assert wire.ask(1, Op.GET, b"k") == ok(b"v")
 
 
 def test_strangers_are_dropped_when_no_descriptor_is_left() -> None:
     """Silent ones are dropped first; one without a proof only after OPENING_SECONDS, because it may be a rank."""
     wire = Wire(secret=SECRET, timeout=300.0)
     prove_as_client(wire, 0, SECRET)
-    for peer in (1, 2):
-        wire.connect(peer)
-    wire.feed(1, hello(secret=True))
+    wire.connect(1, hello(secret=True))
+    wire.connect(2)
     assert wire.server.give_way(wire.now)
     assert not wire.server.give_way(wire.now)
     wire.pass_time(OPENING_SECONDS)
@@ -469,7 +437,7 @@ def test_strangers_are_dropped_when_no_descriptor_is_left() -> None:
     assert not wire.server.give_way(wire.now)
     wire.collect()
     assert list(wire.dropped) == [2, 1]
-    assert wire.ask(0, Op.ADD, b"n", b"1") == [(ReplyStatus.OK, [b"1"])]
+    assert wire.ask(0, Op.ADD, b"n", b"1") == ok(b"1")
 
 
 @pytest.mark.parametrize(
@@ -485,8 +453,7 @@ def test_a_client_that_does_not_fit_gets_the_reason(
     server: bytes, changes: dict[str, Any], result: OpeningResult
 ) -> None:
     wire = Wire(secret=server)
-    wire.connect(1)
-    wire.feed(1, hello(**changes))
+    wire.connect(1, hello(**changes))
     assert Opening.from_bytes(wire.take(1), Role.ANSWERS).result is result
     assert (1 in wire.dropped) == (result is not OpeningResult.WELCOME)
 
@@ -497,8 +464,7 @@ def test_a_client_that_does_not_fit_gets_the_reason(
 )
 def test_an_opening_for_another_server_is_dropped(changes: dict[str, int]) -> None:
     wire = Wire()
-    wire.connect(1)
-    wire.feed(1, hello(**changes))
+    wire.connect(1, hello(**changes))
     assert "does not have" in wire.dropped[1]
     assert wire.take(1) == b""
 
@@ -506,14 +472,13 @@ def test_an_opening_for_another_server_is_dropped(changes: dict[str, int]) -> No
 def test_a_will_is_executed_when_its_connection_ends() -> None:
     wire = Wire(1, 2, 3, 4)
     assert wire.ask(1, Op.GET, b"k", timeout=99) == []
-    assert (
-        wire.ask(2, Op.WILL, b"k", b"two") == wire.ask(3, Op.WILL, b"k", b"three") == [(ReplyStatus.OK, [])]
-    )
-    assert wire.ask(4, Op.WILL, b"k", b"four") == wire.ask(4, Op.WILL) == [(ReplyStatus.OK, [])]
+    for peer, value in ((2, b"two"), (3, b"three"), (4, b"four")):
+        assert wire.ask(peer, Op.WILL, b"k", value) == ok()
+    assert wire.ask(4, Op.WILL) == ok()
     wire.server.disconnect(4)  # withdrew it
     assert wire.answers(1) == []
     wire.server.disconnect(3)
     wire.collect()
-    assert wire.answers(1) == [(ReplyStatus.OK, [b"three"])]
+    assert wire.answers(1) == ok(b"three")
     wire.server.disconnect(2)  # the first value stays
-    assert wire.ask(1, Op.GET, b"k") == [(ReplyStatus.OK, [b"three"])]
+    assert wire.ask(1, Op.GET, b"k") == ok(b"three")

@@ -1,3 +1,5 @@
+"""The table of a store: its limits."""
+
 import pytest
 
 from fastcoll.errors import StoreError
@@ -32,10 +34,3 @@ def test_the_answer_to_get_has_the_values_that_fit() -> None:
         table.put(key, bytes(MAX_ANSWER // 3))
     answer = table.apply(StoreRequest(Op.GET, keys))
     assert 1 <= len(answer) < 4
-
-
-def test_only_get_wait_and_pop_wait() -> None:
-    table = Table()
-    for op in Op:
-        waits = op in (Op.GET, Op.WAIT, Op.POP)
-        assert (table.first_missing(StoreRequest(op, (b"k",))) == b"k") is waits

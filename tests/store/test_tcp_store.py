@@ -20,7 +20,7 @@ from rendezvous.observed import until
 from fastcoll import config
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.launch.nodes import free_port
-from fastcoll.store import TCPStore, serving, store_protocol, tcp_store, waiting
+from fastcoll.store import TCPStore, serving, store_protocol, tcp_server, tcp_store, waiting
 from fastcoll.store.frames import HEADER, encode_request
 from fastcoll.store.opening import (
     OPENING_SIZE,
@@ -46,6 +46,12 @@ print(store.port, flush=True)
 sys.stdin.readline()
 store.close()
 """
+
+
+def serve(processes, port: int = 0, source: str = SERVE):
+    """Start a process that serves a store; return it and the store's port."""
+    server = processes.start(source, port)
+    return server, int(server.stdout.readline())
 
 
 @pytest.fixture
@@ -74,8 +80,7 @@ def test_the_server_listens_on_its_host_only(name: str, bound: str) -> None:
 
 
 def test_a_port_in_use_names_its_holder(processes) -> None:
-    holder = processes.start(SERVE, 0)
-    port = int(holder.stdout.readline())
+    holder, port = serve(processes)
     with pytest.raises(
         ResourceError, match=rf"127.0.0.1:{port}.*in use by pid {holder.pid} \(.*python.*MASTER_PORT"
     ):
@@ -95,25 +100,18 @@ def test_a_host_of_another_machine_is_refused() -> None:
 
 def test_a_name_may_also_have_addresses_of_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     here = [(socket.AF_INET, (each, 0)) for each in ("203.0.113.7", "127.0.0.1")]
-    monkeypatch.setattr("fastcoll.system.address.resolve", lambda host, port: list(here))
+    monkeypatch.setattr("fastcoll.system.address.resolve", lambda host, port: here)
     with listen("several.example", 0) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
-    here.reverse()
-    here.pop(0)
-    with pytest.raises(UsageError, match="no address of this machine"):
-        listen("several.example", 0)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"port": -1}, "0 to 65535"),
-        ({"port": 70000}, "0 to 65535"),
         ({"port": 0}, "for the master only"),
         ({"port": 5, "world_size": 0}, "world_size"),
-        ({"port": 5, "timeout": -1}, "timeout"),
         ({"port": 5, "timeout": "3"}, "timeout"),
-        ({"port": "5"}, "port is '5', a str"),
         ({"port": 5.0}, "port is 5.0, a float"),
         ({"port": 5, "world_size": "2"}, "world_size is '2', a str"),
         ({"port": 5, "host_name": None}, "host_name is None"),
@@ -153,16 +151,15 @@ def test_a_port_that_does_not_answer_causes_a_warning(monkeypatch: pytest.Monkey
             TCPStore(*full.getsockname(), timeout=0.1)
         monkeypatch.setattr(waiting.logger, "warning", warn)
         with pytest.raises(Warned, match="no answer; a firewall may drop the packets"):
-            TCPStore(*full.getsockname(), timeout=60)
+            TCPStore(*full.getsockname())
 
 
 def test_a_client_may_start_before_its_server(in_threads) -> None:
-    port = free_port()
-    connecting = threading.Event()
+    port, connecting = free_port(), threading.Event()
 
     def client() -> bytes:
         connecting.set()
-        with TCPStore("127.0.0.1", port, timeout=50) as store:
+        with TCPStore("127.0.0.1", port) as store:
             store.set("from client", "1")
             return store.get("from master")
 
@@ -171,7 +168,7 @@ def test_a_client_may_start_before_its_server(in_threads) -> None:
         with TCPStore("127.0.0.1", port, is_master=True) as store:
             store.set("from master", "2")
             value = store.get("from client")
-            store.close(linger=10)
+            store.close(linger=300)  # until the client has left
             return value
 
     assert in_threads(client, server) == [b"2", b"1"]
@@ -186,7 +183,7 @@ def test_another_program_listens(in_threads) -> None:
                 connection.sendall(b"220 mail.example.com ESMTP ready, and more to fill up 64 bytes...")
 
         def client() -> None:
-            TCPStore("127.0.0.1", other.getsockname()[1], timeout=50)
+            TCPStore("127.0.0.1", other.getsockname()[1])
 
         error = in_threads(client, greet_wrongly)[0]
     assert isinstance(error, StoreError)
@@ -229,15 +226,19 @@ def test_a_client_is_not_read_before_it_has_read_its_answer(master: TCPStore) ->
             assert receive(slow, HEADER.size + 4 + MAX_VALUE).endswith(bytes(MAX_VALUE))
 
 
-def test_slow_openings_delay_no_client(master: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_protocol, "OPENING_SECONDS", 0.3)
-    slow = [raw(master) for _ in range(50)]
-    for connection in slow:
-        connection.sendall(b"F")
-    assert master.add("alive", 1) == 1
-    assert all(map(is_dropped, slow))
-    for connection in slow:
-        connection.close()
+def test_slow_openings_delay_no_client(clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (serving, tcp_server):
+        monkeypatch.setattr(module, "time", clock)
+    with TCPStore("127.0.0.1", 0, is_master=True) as master:
+        slow = [raw(master) for _ in range(50)]
+        for connection in slow:
+            connection.sendall(b"F")
+        assert master.add("alive", 1) == 1
+        clock.ahead = store_protocol.OPENING_SECONDS
+        master.add("alive", 1)  # one more turn of the server, at that time
+        assert all(map(is_dropped, slow))
+        for connection in slow:
+            connection.close()
 
 
 def test_a_thousand_clients(master: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,20 +265,19 @@ def test_without_free_descriptors_the_store_works(processes) -> None:
     source = SERVE.replace(
         "import sys", "import sys, resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))"
     )
-    server = processes.start(source, 0)
-    port = int(server.stdout.readline())
+    _, port = serve(processes, source=source)
     with TCPStore("127.0.0.1", port) as early:
         crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(60)]
         assert early.add("n", 1) == 1
         for connection in crowd:
             connection.close()
-        with TCPStore("127.0.0.1", port, timeout=50) as late:
+        with TCPStore("127.0.0.1", port) as late:
             assert late.add("n", 1) == 2
 
 
-def test_a_waiting_get_detects_a_killed_server(processes, in_threads) -> None:
-    server = processes.start(SERVE, 0)
-    port = int(server.stdout.readline())
+def test_a_waiting_get_detects_a_killed_server_although_its_forked_child_lives(processes, in_threads) -> None:
+    source = SERVE.replace("sys.stdin", "import os; os.fork() or sys.stdin.read(); sys.stdin")
+    server, port = serve(processes, source=source)
     with TCPStore("127.0.0.1", port) as client, TCPStore("127.0.0.1", port) as other:
 
         def kill() -> None:
@@ -296,13 +296,11 @@ def test_a_waiting_get_detects_a_killed_server(processes, in_threads) -> None:
 
 
 def test_a_later_server_does_not_replace_the_lost_one(processes) -> None:
-    first = processes.start(SERVE, 0)
-    port = int(first.stdout.readline())
+    first, port = serve(processes)
     with TCPStore("127.0.0.1", port) as client:
         first.kill()
         first.wait()
-        second = processes.start(SERVE, port)
-        second.stdout.readline()
+        serve(processes, port)
         for _ in range(2):
             with pytest.raises(StoreError, match="is gone"):
                 client.add("n", 1)
@@ -310,8 +308,8 @@ def test_a_later_server_does_not_replace_the_lost_one(processes) -> None:
 
 def test_a_stopped_server_is_a_timeout_and_may_continue(processes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_store, "GRACE_SECONDS", 0.2)
-    server = processes.start(SERVE, 0)
-    with TCPStore("127.0.0.1", int(server.stdout.readline())) as client:
+    server, port = serve(processes)
+    with TCPStore("127.0.0.1", port) as client:
         processes.stop(server)
         for _ in range(2):
             with pytest.raises(StoreTimeoutError):
@@ -328,8 +326,7 @@ def test_a_wait_continues_with_its_stopped_server(
     """On its idle connection, on which an answer is still outstanding, or on a new one."""
     monkeypatch.setattr(tcp_store, "GRACE_SECONDS", 0.1)
     monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.5")
-    server = processes.start(SERVE, 0)
-    port = int(server.stdout.readline())
+    server, port = serve(processes)
     warned = threading.Event()
 
     def warn(text: str, *args: object) -> None:
@@ -354,16 +351,6 @@ def test_a_wait_continues_with_its_stopped_server(
         assert len(client._idle) == 1
 
 
-def test_a_forked_child_does_not_keep_a_dead_servers_sockets_open(processes) -> None:
-    source = SERVE.replace("sys.stdin", "import os; os.fork() or sys.stdin.read(); sys.stdin")
-    server = processes.start(source, 0)
-    port = int(server.stdout.readline())
-    with TCPStore("127.0.0.1", port) as client:
-        server.kill()
-        with pytest.raises(StoreError, match="is gone"):
-            client.get("never")
-
-
 @pytest.mark.parametrize(("server", "client"), [("one", "two"), ("one", None), (None, "two"), (None, "")])
 def test_secrets_must_match(monkeypatch: pytest.MonkeyPatch, server: str | None, client: str | None) -> None:
     set_secret(monkeypatch, server)
@@ -372,7 +359,7 @@ def test_secrets_must_match(monkeypatch: pytest.MonkeyPatch, server: str | None,
         with pytest.raises(
             StoreError, match=r"another secret, and this process has .*; give every rank .* FASTCOLL_SECRET"
         ):
-            TCPStore("127.0.0.1", store.port, timeout=50)
+            TCPStore("127.0.0.1", store.port)
         set_secret(monkeypatch, server)
         with TCPStore("127.0.0.1", store.port) as good:
             assert good.add("n", 1) == 1
@@ -406,21 +393,18 @@ def set_secret(monkeypatch: pytest.MonkeyPatch, secret: str | None) -> None:
 
 
 def test_the_master_waits_for_its_workers(in_threads) -> None:
-    port = free_port()
-    known = threading.Event()
+    port, known = free_port(), threading.Event()
 
     def master() -> int:
         known.set()
-        with TCPStore("127.0.0.1", port, 3, True, timeout=50) as store:
+        with TCPStore("127.0.0.1", port, 3, True) as store:
             return store.add("fastcoll/workers", 0)
 
-    def worker() -> int:
+    def worker() -> None:
         known.wait()
-        with TCPStore("127.0.0.1", port, 3, timeout=50) as store:
-            return store.add("fastcoll/workers", 0) > 0
+        TCPStore("127.0.0.1", port, 3).close()
 
-    results = in_threads(master, worker, worker)
-    assert results[0] == 3, results
+    assert in_threads(master, worker, worker) == [3, None, None]
 
 
 def test_the_timeout_counts_missing_workers() -> None:
@@ -430,10 +414,8 @@ def test_the_timeout_counts_missing_workers() -> None:
 
 def test_stores_of_one_process_may_share_a_server(master: TCPStore) -> None:
     with TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True) as one:
-        two = TCPStore("127.0.0.1", one.port, is_master=True, multi_tenant=True)
-        two.set("k", "v")
-        assert one.get("k") == b"v"
-        two.close()
+        with TCPStore("127.0.0.1", one.port, is_master=True, multi_tenant=True) as two:
+            two.set("k", "v")
         assert one.get("k") == b"v"
     with pytest.raises(ResourceError, match="in use"):
         TCPStore("127.0.0.1", master.port, is_master=True, multi_tenant=True)
@@ -448,11 +430,8 @@ def test_a_master_serves_on_a_given_socket() -> None:
             client.set("k", "v")
         assert store.get("k") == b"v"
     with socket.create_server(("127.0.0.1", port)), socket.socket() as other:  # the store has closed it
-        for wrong, text in (
-            (other.fileno(), "no TCP socket that listens"),
-            (-1, "no socket"),
-            ("5", "no socket"),
-        ):
+        no_listener = "no TCP socket that listens"
+        for wrong, text in ((other.fileno(), no_listener), (-1, "no socket"), ("5", "no socket")):
             with pytest.raises(UsageError, match=rf"master_listen_fd is .*{text}"):
                 TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=wrong)
 
