@@ -22,7 +22,7 @@ def workers():
     torch.set_num_threads(1)
     rpc.init_rpc(f"w{fastcoll.get_rank()}")
     yield
-    rpc.shutdown(timeout=30)
+    rpc.shutdown(timeout=victims.LIMIT)
 
 
 @pytest.fixture
@@ -51,20 +51,12 @@ def doubled(x):
     return x * 2
 
 
-class Raises(torch.autograd.Function):
-    """Raises in the backward pass."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise KeyError("on purpose")
+def complain(gradient):
+    raise KeyError("on purpose")
 
 
 def fragile(x):
-    return Raises.apply(x)
+    return programs.Noted.apply(x, complain)
 
 
 def through(to, function, x):
@@ -189,26 +181,12 @@ def test_contexts_end_on_all_workers_after_failures(first):
     assert together(*[partial(train, number) for number in range(8)]) == list(range(8))
 
 
-class Seen(torch.autograd.Function):
-    """Records its gradient."""
-
-    @staticmethod
-    def forward(ctx, x, note):
-        ctx.note = note
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.note(gradient)
-        return gradient, None
-
-
 @pytest.mark.ranks(1)
 def test_an_unshared_gradient_is_stored_without_a_copy(first):
     def gradient_of(note, root):
         x = torch.ones(3, requires_grad=True)
         with autograd.context() as context:
-            autograd.backward(context, [root(Seen.apply(x, note))])
+            autograd.backward(context, [root(programs.Noted.apply(x, note))])
             return autograd.get_gradients(context)[x]
 
     addresses, kept = [], []
@@ -277,10 +255,8 @@ def test_references_and_optimizers(first):
     wanted = [weight.detach().clone().requires_grad_() for weight in programs_weights]
     rrefs = [rref for worker in range(3) for rref in rpc.rpc_sync(worker, parameters, args=(worker,))]
     given = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-    optimizer, oracle = (
-        rpc.DistributedOptimizer(torch.optim.SGD, rrefs, **given),
-        torch.optim.SGD(wanted, **given),
-    )
+    optimizer = rpc.DistributedOptimizer(torch.optim.SGD, rrefs, **given)
+    oracle = torch.optim.SGD(wanted, **given)
     for _ in range(3):
         with autograd.context() as context:
             autograd.backward(context, programs.rnn_roots("remotely", 3))
@@ -305,9 +281,8 @@ def test_references_and_optimizers(first):
         for _ in range(10):
             with autograd.context() as context:
                 product = rpc.remote("w2", through, args=("w1", doubled, weight.to_here()))
-                autograd.backward(
-                    context, [(product.to_here() * product.to_here()).sum() + product.to_here().sum()]
-                )
+                squares = product.to_here() * product.to_here()
+                autograd.backward(context, [squares.sum() + product.to_here().sum()])
                 optimizer.step(context)
 
     assert together(*[partial(train, each) for each in optimizers]) == [None, None]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from together import together
 
 from fastcoll.rpc.link import Link
 from fastcoll.rpc.polling import HANG_UP, READ
@@ -17,8 +19,7 @@ from fastcoll.rpc.readers import Readers, before_blocking
 from fastcoll.rpc.slots import Ring
 from fastcoll.rpc.wire import HEADER, MessageType, RpcMessage, encode
 from fastcoll.rpc.worker_info import WorkerInfo
-
-LIMIT = 30.0
+from rpc.victims import LIMIT
 
 
 @pytest.fixture
@@ -82,18 +83,9 @@ def test_messages_before_an_unreadable_one_are_not_lost(ends: Any) -> None:
 def test_a_sender_on_a_full_connection_notices_the_peers_end(ends: Any) -> None:
     link, far, *_ = ends
     far.shutdown(socket.SHUT_WR)  # the peer ends, and unread data fills the connection
-    errors = list[Exception]()
-
-    def send() -> None:
-        try:
-            link.send(RpcMessage(MessageType.CALL, 1, 1, bytes(16 << 20)))
-        except ConnectionError as error:
-            errors.append(error)
-
-    sender = threading.Thread(target=send, daemon=True)
-    sender.start()
-    sender.join(LIMIT)
-    assert "the connection was closed" in str(errors[0])
+    (error,) = together(partial(link.send, RpcMessage(MessageType.CALL, 1, 1, bytes(16 << 20))))
+    assert isinstance(error, ConnectionError)
+    assert "the connection was closed" in str(error)
 
 
 class Interrupted:
@@ -125,23 +117,18 @@ def test_a_link_closes_although_an_interrupt_left_its_lock_locked(
 ) -> None:
     monkeypatch.setattr("fastcoll.rpc.link._CLOSE_SECONDS", 0.05)
     link = ends[0]
-    link.reading.acquire()
-    closing = threading.Thread(target=link.close)
-    closing.start()
-    closing.join(LIMIT)
-    assert not closing.is_alive()
-    link.reading.release()
+    with link.reading:
+        assert together(link.close) == [None]
 
 
 def test_goodbye_waits_for_a_slow_sender(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock is free at the fourth try."""
     monkeypatch.setattr("fastcoll.rpc.link._CLOSE_SECONDS", LIMIT)
     link, far, *_ = ends
-    link._sending.acquire()
-    sent = threading.Timer(0.3, link._sending.release)
-    sent.start()
+    monkeypatch.setattr(link, "_sending", Mock(acquire=Mock(side_effect=[False, False, False, True])))
     link.send_goodbye("left")
     assert far.recv(1 << 10).endswith(b"left")
-    sent.join()
+    link._sending.release.assert_called_once()
 
 
 def test_shared_memory_closes_while_a_traceback_refers_to_a_message() -> None:
