@@ -68,29 +68,26 @@ class Crowd:
         """Kill a member, which may have ended already."""
         self._started[number][0].kill()
 
-    def pid(self, number: int) -> int:
-        """Return the pid of a member, by the number that its start returned."""
-        return int(self._started[number][0].pid)
-
-    def has_joined(self, number: int, seconds: float = DEADLINE) -> int:
+    def has_joined(self, number: int) -> int:
         """Wait until a member trains, and return the size of its first world."""
-        self.store.wait([f"in/{self.pid(number)}"], seconds)
-        return int(self.store.get(f"in/{self.pid(number)}"))
+        return int(self.store.get(f"in/{self._started[number][0].pid}"))
 
-    def is_over(self, number: int) -> bool:
-        """Return whether a member has ended."""
-        return not self._started[number][0].is_alive()
+    def await_size(self, size: int) -> None:
+        """Wait until a world of this size trains."""
+        end = time.monotonic() + DEADLINE
+        while self.store.peek(["size"]) != [str(size).encode()]:
+            assert time.monotonic() < end, f"no world of {size} comes"
+            time.sleep(0.005)
 
     def ends(self) -> list[crew.Outcome]:
         """Return the outcomes of all members, within the deadline."""
-        end = time.monotonic() + DEADLINE
-        return [self.end_of(number, end) for number in range(len(self._started))]
+        return [self.end_of(number) for number in range(len(self._started))]
 
-    def end_of(self, number: int, end: float = 0.0) -> crew.Outcome:
-        """Return the outcome of one member."""
+    def end_of(self, number: int) -> crew.Outcome:
+        """Return the outcome of one member; an AssertionError with the stacks of all if it does not end."""
         process, pipe, _ = self._started[number]
         try:
-            return crew.collect(number, process, pipe, end or time.monotonic() + DEADLINE)
+            return crew.collect(number, process, pipe, time.monotonic() + DEADLINE)
         except AssertionError as error:
             texts = []
             for other, _, path in self._started:
@@ -99,11 +96,3 @@ class Crowd:
                     time.sleep(0.2)
                     texts.append(f"-- {other.pid}\n{path.read_text()}")
             raise AssertionError(f"{error}\n" + "\n".join(texts)) from None
-
-
-def wait_for(condition: Any, seconds: float = DEADLINE) -> None:
-    """Poll until a condition holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.005)

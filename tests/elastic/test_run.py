@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 from faults import crew
 
 import fastcoll as dist
-from elastic.crowd import Crowd, wait_for
+from elastic.crowd import Crowd
 from elastic.members import LONG, SHORT, Course, expected
 from fastcoll import UsageError, config, elastic
 from fastcoll.elastic import growth, training
 
 STEPS = 30  # of three epochs
+UNTIL_ENOUGH = Course(epochs=10**9, seconds=0.001)
 
 
 def check(outcome: crew.Outcome, steps: int | None = None) -> dict[str, Any]:
@@ -26,6 +28,15 @@ def check(outcome: crew.Outcome, steps: int | None = None) -> dict[str, Any]:
     assert result["w"] == expected(result["step"]), result
     assert result["left"] == [], result
     return result
+
+
+def finish(crowd: Crowd, numbers: Iterable[int], size: int) -> list[dict[str, Any]]:
+    """Have the training end, and return the results of these members, which must be one world of this size."""
+    crowd.store.set("enough", "")
+    results = [check(crowd.end_of(number)) for number in numbers]
+    assert {result["size"] for result in results} == {size}
+    assert len({result["step"] for result in results}) == 1
+    return results
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp", "auto"])
@@ -43,62 +54,54 @@ def test_ranks_die_until_one_is_left(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["shm", "tcp", "auto"])
 def test_one_grows_to_four(backend: str) -> None:
-    course = Course({"max_ranks": 4}, backend, 10**9, 0.002)
+    course = replace(UNTIL_ENOUGH, options={"max_ranks": 4}, backend=backend)
     with crew.nothing_left(), Crowd() as crowd:
         crowd.begin(1, replace(course, node=0 if backend == "auto" else None))
         for number in range(1, 6):
             crowd.joiner(replace(course, node=number % 2 if backend == "auto" else None))
-        wait_for(lambda: crowd.store.check(["size"]) and crowd.store.get("size") == b"4")
+        crowd.await_size(4)
         crowd.store.set("enough", "")
         ends = crowd.ends()
     results = [check(end) for end in ends if end.result is not None]
-    assert len(results) == 4
-    assert {result["size"] for result in results} == {4}
-    assert results[0]["changes"][0][0] == 1
-    assert results[0]["changes"][-1][1] == 4
-    late = [end for end in ends if end.result is None]
-    assert len(late) == 2
-    assert all("the job has ended before this joiner could join it" in end.error for end in late)
+    assert [result["size"] for result in results] == [4] * 4
+    changes = results[0]["changes"]
+    assert (changes[0][0], changes[-1][1]) == (1, 4)
+    late = [end.error for end in ends if end.result is None]
+    assert ["the job has ended before this joiner could join it" in error for error in late] == [True] * 2
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("backend", "times"), [("auto", 20), ("shm", 30)])
+@pytest.mark.parametrize(("backend", "times"), [("auto", 12), ("shm", 18)])
 def test_killed_and_replaced_again_and_again(backend: str, times: int) -> None:
-    dice, course = random.Random(times), Course({"max_ranks": 4}, backend, 10**9, 0.001)
+    dice, course = random.Random(times), replace(UNTIL_ENOUGH, options={"max_ranks": 4}, backend=backend)
     with crew.nothing_left(), Crowd() as crowd:
         alive = crowd.begin(4, course)
         for _ in range(times):
             for number in alive:
                 crowd.has_joined(number)
-            victim = alive.pop(dice.randrange(4))
-            crowd.kill(victim)
+            crowd.kill(alive.pop(dice.randrange(4)))
             alive.append(crowd.joiner(course))
         crowd.has_joined(alive[-1])
-        crowd.store.set("enough", "")
-        results = [check(crowd.end_of(number)) for number in alive]
-    assert {result["size"] for result in results} == {4}
-    assert len({result["step"] for result in results}) == 1
+        finish(crowd, alive, 4)
 
 
-def test_too_few_are_left() -> None:
-    course = Course({"min_ranks": 2}, die={(3, 3): (2, "kill"), (5, 2): (1, "kill")})
+@pytest.mark.parametrize(
+    ("options", "victim", "texts"),
+    [
+        ({"min_ranks": 2}, 1, ["rank 1 (pid ", "; 1 rank is left, and min_ranks is 2"]),
+        ({"max_restarts": 1}, 0, ["rank 0 (pid ", "(after 1 restarts, the most)"]),
+    ],
+)
+def test_too_few_are_left_or_too_many_have_died(
+    options: dict[str, int], victim: int, texts: list[str]
+) -> None:
+    """The job survives the first death; the second, of one of two, ends the rank that is left."""
     with Crowd() as crowd:
-        crowd.begin(3, course)
-        end = crowd.ends()[0]
-    assert end.kinds[0] == "PeerDiedError"
-    assert "rank 1 (pid " in end.error
-    assert "; 1 rank is left, and min_ranks is 2" in end.error
-
-
-def test_as_many_restarts_as_allowed() -> None:
-    """The job survives the first death; then rank 0 of the two that are left kills itself."""
-    course = Course({"max_restarts": 1}, die={(3, 3): (2, "kill"), (5, 2): (0, "kill")})
-    with Crowd() as crowd:
-        crowd.begin(3, course)
-        first, end, _ = crowd.ends()
-    assert first.exitcode == -9
-    assert end.kinds[0] == "PeerDiedError"
-    assert "(after 1 restarts, the most)" in end.error
+        crowd.begin(3, Course(options, die={(3, 3): (2, "kill"), (5, 2): (victim, "kill")}))
+        ends = crowd.ends()
+    end = ends[1 - victim]
+    assert (ends[victim].exitcode, end.kinds[0]) == (-9, "PeerDiedError")
+    assert all(text in end.error for text in texts), end.error
 
 
 @pytest.mark.parametrize(("how", "text"), [("raise", "ValueError"), ("interrupt", "KeyboardInterrupt")])
@@ -124,7 +127,7 @@ MOMENTS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend", ["shm", pytest.param("tcp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
 @pytest.mark.parametrize(
     ("moment", "rank"), [*((moment, 0) for moment in MOMENTS), *((moment, 2) for moment in list(MOMENTS)[1:])]
 )
@@ -132,49 +135,39 @@ def test_a_rank_dies_while_joiners_are_admitted(moment: str, rank: int, backend:
     """All other ranks and the joiners form one world."""
     # If no process can see that it is dead, the attempt ends at its timeout.
     forming = SHORT if backend == "tcp" else LONG
-    course = Course({}, backend, 10**9, 0.001, apart=backend == "tcp", forming=forming)
+    course = replace(UNTIL_ENOUGH, backend=backend, apart=backend == "tcp", forming=forming)
     at = MOMENTS[moment], "kill", 2 if "sync" in moment else 1
     with crew.nothing_left(), Crowd() as crowd:
         crowd.begin(3, course, **{f"rank{rank}": replace(course, at=at)})
-        for _ in range(2):
-            crowd.joiner(course)
-        for number in (3, 4):
+        for number in [crowd.joiner(course) for _ in range(2)]:
             crowd.has_joined(number)
-        wait_for(lambda: crowd.is_over(rank) and crowd.store.get("size") == b"4")
-        crowd.store.set("enough", "")
-        ends = crowd.ends()
-    assert ends[rank].exitcode == -9
-    results = [check(end) for end in ends if end is not ends[rank]]
-    assert {result["size"] for result in results} == {4}
-    assert len({result["step"] for result in results}) == 1
+        assert crowd.end_of(rank).exitcode == -9
+        crowd.await_size(4)
+        finish(crowd, {*range(5)} - {rank}, 4)
+
+
+HANGS = ("fastcoll.job.joining:fetch_for", "fastcoll.job.world:join", "fastcoll.job.joining:passes_barrier")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("place", "how"),
     [
-        ("fastcoll.job.joining:fetch_for", "kill"),
-        ("fastcoll.job.joining:fetch_for", "stop"),
-        ("fastcoll.job.world:join", "kill"),
-        ("fastcoll.job.world:join", "stop"),
-        ("fastcoll.job.joining:passes_barrier", "kill"),
-        ("fastcoll.job.joining:passes_barrier", "stop"),
+        *((place, how) for place in HANGS for how in ("kill", "stop")),
         ("fastcoll.elastic.state:broadcast_object_list", "kill"),
     ],
 )
 def test_a_joiner_that_dies_or_hangs_costs_a_moment(place: str, how: str) -> None:
-    course = Course({}, "shm", 10**9, 0.001, forming=SHORT if how == "stop" else LONG)
+    course = replace(UNTIL_ENOUGH, forming=SHORT if how == "stop" else LONG)
     with crew.nothing_left(), Crowd() as crowd:
         crowd.begin(2, course)
         bad = crowd.joiner(replace(course, at=(place, how, 1)))
         crowd.has_joined(0)
         good = crowd.joiner(course)
         crowd.has_joined(good)
-        wait_for(lambda: crowd.store.get("size") == b"3")
+        crowd.await_size(3)
         crowd.kill(bad)
-        crowd.store.set("enough", "")
-        results = [check(crowd.end_of(number)) for number in (0, 1, good)]
-    assert {result["size"] for result in results} == {3}
+        finish(crowd, (0, 1, good), 3)
 
 
 def test_joiners_that_are_left_without_the_state_raise() -> None:
@@ -192,30 +185,25 @@ def test_joiners_that_are_left_without_the_state_raise() -> None:
     [(0, True, "MismatchError"), (1, False, "these are in run 1 of their program, and not in run 2")],
 )
 def test_a_joiner_at_another_point_of_its_program_leaves(runs: int, early: bool, text: str) -> None:
-    course = Course({}, "shm", 10**9, 0.001, runs=runs)
+    course = replace(UNTIL_ENOUGH, runs=runs)
     with crew.nothing_left(), Crowd() as crowd:
         crowd.begin(2, course)
         crowd.has_joined(0)
         assert text in crowd.end_of(crowd.joiner(replace(course, runs=0, early=early))).error
-        wait_for(lambda: crowd.store.get("size") == b"2")
-        crowd.store.set("enough", "")
-        results = [check(crowd.end_of(number)) for number in (0, 1)]
-    assert {result["size"] for result in results} == {2}
+        crowd.await_size(2)
+        finish(crowd, (0, 1), 2)
 
 
 def test_a_refused_joiner_keeps_no_other_out() -> None:
-    course = Course({}, "shm", 10**9, 0.001, node=0)
+    course = replace(UNTIL_ENOUGH, node=0)
     with crew.nothing_left(), Crowd() as crowd:
-        for _ in range(2):
-            crowd.joiner(course)
+        good = [crowd.joiner(course) for _ in range(2)]
         unfit = crowd.joiner(replace(course, node=1))
-        crowd.begin(1, course)
-        for number in (0, 1):
+        first = crowd.begin(1, course)
+        for number in good:
             crowd.has_joined(number)
         assert "'shm' works inside one node" in crowd.end_of(unfit).error
-        crowd.store.set("enough", "")
-        results = [check(crowd.end_of(number)) for number in (0, 1, 3)]
-    assert {result["size"] for result in results} == {3}
+        finish(crowd, first + good, 3)
 
 
 class Waiting:
@@ -258,11 +246,11 @@ def test_after_a_failed_attempt_joiners_are_admitted_one_by_one(monkeypatch: pyt
 
 def test_the_store_as_an_argument() -> None:
     with crew.nothing_left(), Crowd() as crowd:
-        course = Course({"store": f"127.0.0.1:{crowd.store.port}"}, "auto", 10**9, 0.001)
-        crowd.begin(1, course)
-        assert crowd.has_joined(crowd.joiner(course)) == 2
-        crowd.store.set("enough", "")
-        assert [check(end)["size"] for end in crowd.ends()] == [2, 2]
+        options = {"store": f"127.0.0.1:{crowd.store.port}"}
+        course = replace(UNTIL_ENOUGH, options=options, backend="auto")
+        members = [*crowd.begin(1, course), crowd.joiner(course)]
+        assert crowd.has_joined(members[1]) == 2
+        finish(crowd, members, 2)
 
 
 def test_one_process_alone() -> None:

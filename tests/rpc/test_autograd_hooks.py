@@ -18,7 +18,7 @@ def alone():
     dist.init_process_group("fastcoll", store=dist.HashStore(), rank=0, world_size=1)
     rpc.init_rpc("alone", rank=0, world_size=1)
     yield
-    rpc.shutdown(timeout=30)
+    rpc.shutdown(timeout=100)
     dist.destroy_process_group()
 
 

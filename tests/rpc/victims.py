@@ -314,13 +314,13 @@ def ended_by(timeout: float | None) -> tuple[str, str]:
 
 
 def absent(rank: int, n: int, url: str) -> Any:
-    """w1 does not call shutdown; w0 waits for 0.2 s in it, w2 longer."""
+    """w1 does not call shutdown; w0 waits for 1 s in it, w2 longer."""
     join(rank, n, url)
     if rank == 2:
         return ended_by(LIMIT)
     if rank == 0:
         await_shutdown_of(1)
-        return ended_by(0.2)
+        return ended_by(1.0)
     error_of(rpc.rpc_async("w0", hold))  # until w0 has left
     rpc.shutdown(graceful=False)
     return "left"

@@ -67,7 +67,7 @@ def test_other_processes_share_the_file_and_their_normal_exit_closes_it(path: Pa
     with FileStore(path) as store:
         assert store.get("from") == b"the other"
         assert {process.pid for process in store.participants()} == {os.getpid(), other.pid}
-        other.communicate("\n", timeout=60)
+        other.communicate("\n")
         assert {process.pid for process in store.participants()} == {os.getpid()}
     assert not path.exists()
 
@@ -89,7 +89,7 @@ def test_a_file_in_use_is_not_cleared(path: Path, processes) -> None:
         assert store.check(["from"])
         assert len(store.participants()) == 3
     assert path.exists()
-    living.communicate("\n", timeout=60)  # the last living participant removes it
+    living.communicate("\n")  # the last living participant removes it
     assert not path.exists()
 
 
@@ -230,7 +230,7 @@ def test_a_mostly_obsolete_log_is_compacted(path: Path, processes) -> None:
             assert {process.pid for process in late.participants()} == {os.getpid(), other.pid}
             assert (late.num_keys(), late.add("n", 0), late.get("from")) == (5, 1200, b"the other")
             assert late._log._opened == 5
-        other.communicate("\n", timeout=60)
+        other.communicate("\n")
     assert not path.exists()
 
 

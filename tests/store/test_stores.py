@@ -86,13 +86,6 @@ def test_a_polling_loop_runs_at_once_and_at_its_limit(clock, monkeypatch: pytest
     assert len(looks) > 5
 
 
-def test_multi_set_needs_a_value_for_each_key(store: Store) -> None:
-    with pytest.raises(UsageError, match="2 keys and 1 values"):
-        store.multi_set(["a", "b"], ["1"])
-    store.multi_set([], [])
-    assert store.multi_get([]) == []
-
-
 def test_more_keys_than_fit_in_one_request(store: Store) -> None:
     keys = [f"key{i}" for i in range(2500)]
     values = [key.encode() for key in keys]
@@ -125,6 +118,7 @@ def test_values_as_large_as_they_may_be(full_store: Store) -> None:
         (lambda s: s.get(b"key"), "key is text, got bytes"),
         (lambda s: s.delete_key(5), "key is text, got int"),
         (lambda s: s.add("n", 1.7), "amount is 1.7, a float"),
+        (lambda s: s.multi_set(["a", "b"], ["1"]), "2 keys and 1 values"),
         (lambda s: s.multi_set("ab", ["1", "2"]), "keys is a list of keys"),
         (lambda s: s.multi_set(["a", "b"], "12"), "values is a list of values"),
         (lambda s: s.multi_set(["a", "b"], ["1", 2]), "value is text or bytes, got int"),
@@ -141,6 +135,8 @@ def test_misuse_is_refused(call, message: str, full_store: Store) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda s: s.barrier("b", 0), "world_size is 0; a barrier needs at least one process"),
+        (lambda s: PrefixStore("a", {}), r"store is dict; give a fastcoll\.Store .* or a store of torch"),
         (lambda s: s.wait("key"), r"write \['key'\]"),
         (lambda s: s.peek(b"key"), r"write \[b'key'\]"),
         (lambda s: s.wait(5), "keys is a list of keys, got int 5"),
@@ -302,17 +298,6 @@ def test_a_timeout_names_all_missing_keys(store: Store, count: int) -> None:
     assert store.get("key0") == b"back"
 
 
-def test_all_missing_keys_are_named_in_views_of_one_server(tmp_path: Path) -> None:
-    first = TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True)
-    with first, TCPStore("127.0.0.1", first.port, is_master=True, multi_tenant=True) as second:
-        first.set("b", "")
-        with PrefixStore("x", second) as view:
-            for each, prefix in ((second, ""), (view, "x/")):
-                named = ", ".join(f"'{prefix}{key}'" for key in ("acd" if each is second else "abcd"))
-                with pytest.raises(StoreTimeoutError, match=f"timed out: {named} were not set"):
-                    each.wait(["a", "b", "c", "d"], 0.01)
-
-
 def test_peek_and_check_never_wait(store: Store) -> None:
     store.set("empty", b"")
     store.set("full", b"=1")
@@ -380,12 +365,12 @@ def test_a_clone_has_the_same_keys(like_torch: Any) -> None:
 
 def test_a_barrier(like_torch: Any, in_threads) -> None:
     like_torch.barrier("one", 1)
-    like_torch.barrier(key="one more", world_size=1, timeout=timedelta(seconds=5))
+    like_torch.barrier(key="one more", world_size=1, timeout=timedelta(minutes=5))
     with pytest.raises(
         RuntimeError, match=r"[Tt]imeout|1 of 2 processes came to the barrier 'two' within 0\.05 s"
     ):
         like_torch.barrier("two", 2, timedelta(seconds=0.05))
-    assert in_threads(*[lambda: like_torch.barrier("three", 3, timedelta(seconds=50))] * 3) == [None] * 3
+    assert in_threads(*[lambda: like_torch.barrier("three", 3, timedelta(minutes=5))] * 3) == [None] * 3
     like_torch.barrier("three", 3)
 
 
@@ -419,23 +404,12 @@ def test_a_key_that_is_not_a_queue_is_not_changed(full_store: Store) -> None:
     assert full_store.queue_len("q") == 1
 
 
-def test_a_barrier_of_zero_processes_is_refused(store: Store) -> None:
-    with pytest.raises(UsageError, match="world_size is 0; a barrier needs at least one process"):
-        store.barrier("b", 0)
-    store.barrier("b", 1)
-
-
 def test_every_method_of_torchs_stores_exists() -> None:
     theirs = pytest.importorskip("torch.distributed")
     for ours in (Store, TCPStore, FileStore, HashStore, PrefixStore):
         names = {name for name in dir(getattr(theirs, ours.__name__)) if not name.startswith("_")}
         there = set(dir(ours)) | {"host", "port", "path", "underlying_store"}  # set by __init__
         assert names - there == set()
-
-
-def test_a_view_of_something_else_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"store is dict; give a fastcoll\.Store .* or a store of torch"):
-        PrefixStore("a", {})  # type: ignore[arg-type]
 
 
 def test_a_world_in_a_store_of_torch() -> None:

@@ -325,7 +325,7 @@ def test_a_wait_continues_with_its_stopped_server(
 ) -> None:
     """On its idle connection, on which an answer is still outstanding, or on a new one."""
     monkeypatch.setattr(tcp_store, "GRACE_SECONDS", 0.1)
-    monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.5")
+    monkeypatch.setenv("FASTCOLL_WARN_AFTER", "0.05")
     server, port = serve(processes)
     warned = threading.Event()
 
@@ -335,15 +335,15 @@ def test_a_wait_continues_with_its_stopped_server(
             warned.set()
 
     monkeypatch.setattr(waiting.logger, "warning", warn)
-    with TCPStore("127.0.0.1", port, timeout=60) as client:
+    with TCPStore("127.0.0.1", port) as client:
         if not idle:
             client._idle.pop().close()
         processes.stop(server)
 
         def go_on() -> None:
-            assert warned.wait(50)
+            assert warned.wait(100)
             server.send_signal(signal.SIGCONT)
-            with TCPStore("127.0.0.1", port, timeout=60) as other:
+            with TCPStore("127.0.0.1", port) as other:
                 other.set("k", "v")
 
         look = partial(client.peek, ["other"], 0)
@@ -488,4 +488,4 @@ with TCPStore("127.0.0.1", 0, is_master=True) as store:
     process = processes.start(source)
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=50)[0] == "interrupted 1\n"
+    assert process.communicate(timeout=100)[0] == "interrupted 1\n"
