@@ -52,7 +52,8 @@ def test_a_copy_is_equal_and_shares_nothing_with_any_target() -> None:
     """A copy in this process, and one from a skeleton and arrays that were sent apart."""
     for seed in range(300):
         dice = Dice(seed)
-        tree, into = a_tree(dice), a_tree(dice)
+        tree, into = a_tree(dice), [a_tree(dice)]
+        tree = [tree, *arrays_in(tree)]  # each array is at two places
         before = copy.deepcopy(tree)
         skeleton, arrays = without_arrays(tree)
         assert not arrays_in(skeleton)

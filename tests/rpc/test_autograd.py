@@ -33,7 +33,7 @@ def first():
     return fastcoll.get_rank() == 0
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(3, 4)
 def test_gradients_are_those_of_one_process(first):
     if not first:
         return

@@ -166,9 +166,9 @@ def await_go_on(result: Any = None) -> Any:
     return result
 
 
-@run_by_worker_0(2, 3)
-def test_a_remote_value_and_its_owner(world_size: int) -> None:
-    for owner in range(world_size):
+@run_by_worker_0(3)
+def test_a_remote_value_and_its_owner() -> None:
+    for owner in range(3):
         rref = rpc.remote(f"w{owner}", operator.mul, args=(np.arange(3.0), 2))
         assert rref.to_here().tolist() == [0, 2, 4]
         assert (rref.owner().id, rref.owner_name()) == (owner, f"w{owner}")
@@ -259,20 +259,19 @@ def test_methods_of_the_value_are_called_on_its_owner() -> None:
         assert rref.remote().itself().to_here().number == rref.to_here().number == 9
 
 
-@run_by_worker_0(3, 4)
-def test_an_rref_can_be_sent_in_containers_and_the_value_stays(world_size: int) -> None:
+@run_by_worker_0(3)
+def test_an_rref_can_be_sent_in_containers_and_the_value_stays() -> None:
     rref = rpc.remote("w1", Value, ("here", 4))
-    last = f"w{world_size - 1}"
-    rpc.rpc_sync(last, keep, args=({"a": [rref, (rref,)], "b": rref},))
-    back = rpc.rpc_sync(last, kept_one)
+    rpc.rpc_sync("w2", keep, args=({"a": [rref, (rref,)], "b": rref},))
+    back = rpc.rpc_sync("w2", kept_one)
     assert back["a"][0] is back["a"][1][0] is back["b"]
     assert back["b"].to_here() == Copy("here", 4)
     assert rpc.rpc_sync("w1", local_name, args=(back["b"],)) == "here"
     assert rpc.rpc_sync("w0", unwrap, args=(rref,)) == 4
-    assert rpc.remote(last, unwrap, args=(rref,)).to_here() == 4
-    assert rpc.remote(last, rpc.RRef, args=(7,)).to_here().to_here() == 7
+    assert rpc.remote("w2", unwrap, args=(rref,)).to_here() == 4
+    assert rpc.remote("w2", rpc.RRef, args=(7,)).to_here().to_here() == 7
     own = rpc.RRef(Value("own", 5))
-    assert rpc.rpc_sync(last, unwrap, args=(own,)) == 5
+    assert rpc.rpc_sync("w2", unwrap, args=(own,)) == 5
 
 
 @run_by_worker_0(3)

@@ -218,6 +218,7 @@ WRONG_BODIES = [
         *((HEADER.pack(*header), reason) for header, reason in WRONG_HEADERS),
         *((HEADER.pack(Op.GET, 1, len(body), 1.0) + body, reason) for body, reason in WRONG_BODIES),
     ],
+    ids=lambda value: value if isinstance(value, str) else "frame",
 )
 def test_a_wrong_header_or_body_drops_its_peer(data: bytes, reason: str) -> None:
     """A header is checked before its body is read; fields must fill their frame."""

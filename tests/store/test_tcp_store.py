@@ -91,13 +91,6 @@ def test_a_port_in_use_names_its_holder(processes) -> None:
     assert port_holder(port) is None
 
 
-def test_a_host_of_another_machine_is_refused() -> None:
-    with pytest.raises(UsageError, match="no address of this machine"):
-        TCPStore("203.0.113.7", 0, is_master=True)
-    with pytest.raises(UsageError, match="has no address"):
-        TCPStore("no-such-host.invalid", 0, is_master=True)
-
-
 def test_a_name_may_also_have_addresses_of_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     here = [(socket.AF_INET, (each, 0)) for each in ("203.0.113.7", "127.0.0.1")]
     monkeypatch.setattr("fastcoll.system.address.resolve", lambda host, port: here)
@@ -110,6 +103,8 @@ def test_a_name_may_also_have_addresses_of_other_machines(monkeypatch: pytest.Mo
     [
         ({"port": -1}, "0 to 65535"),
         ({"port": 0}, "for the master only"),
+        ({"port": 0, "is_master": True, "host_name": "203.0.113.7"}, "no address of this machine"),
+        ({"port": 0, "is_master": True, "host_name": "no-such-host.invalid"}, "has no address"),
         ({"port": 5, "world_size": 0}, "world_size"),
         ({"port": 5, "timeout": "3"}, "timeout"),
         ({"port": 5.0}, "port is 5.0, a float"),
