@@ -362,19 +362,19 @@ def test_an_rref_in_a_failed_message_keeps_no_value() -> None:
     for owner in ("w0", "w1"):
         rref = rpc.remote(owner, Value, ("kept",))
         rref.to_here()
-        for call, function, more, error in (
-            (rpc.rpc_sync, keep, Unpicklable(), "not this one"),
-            (rpc.remote, keep, Unpicklable(), "not this one"),
-            (rpc.rpc_sync, beside, Unpicklable, "not this one"),
-            (rpc.rpc_sync, keep, NotToBeBuilt(), "boom 3"),
-            (rpc.rpc_sync, beside, NotToBeBuilt, "boom 3"),
+        for call, function, args, error in (
+            (rpc.rpc_sync, keep, (rref, Unpicklable()), "not this one"),
+            (rpc.remote, keep, (rref, Unpicklable()), "not this one"),
+            (rpc.rpc_sync, beside, (rref, Unpicklable), "not this one"),
+            (rpc.rpc_sync, keep, (NotToBeBuilt(), rref), "boom 3"),
+            (rpc.rpc_sync, beside, (rref, NotToBeBuilt), "boom 3"),
         ):
             with pytest.raises((UsageError, ValueError), match=error):
-                call("w2", function, args=(more, rref))
+                call("w2", function, args=args)
         with pytest.raises(RpcTimeoutError):
             rpc.rpc_sync("w2", await_go_on, args=(rref,), timeout=0.05)
         rpc.rpc_sync("w2", go_on)
-        del rref
+        del rref, args
         rpc.rpc_sync(owner, await_end, args=("kept",))
 
 
@@ -392,8 +392,8 @@ def test_a_late_answer_of_a_call_to_oneself_keeps_no_value(
     assert not caplog.records
 
 
-def beside(kind: Callable[[], Any], rref: Any) -> Any:
-    return kind(), rref
+def beside(rref: Any, kind: Callable[[], Any]) -> Any:
+    return rref, kind()
 
 
 @pytest.mark.ranks(3)

@@ -273,7 +273,7 @@ def test_without_free_descriptors_the_store_works(processes) -> None:
 def test_a_waiting_get_detects_a_killed_server_although_its_forked_child_lives(processes, in_threads) -> None:
     source = SERVE.replace("sys.stdin", "import os; os.fork() or sys.stdin.read(); sys.stdin")
     server, port = serve(processes, source=source)
-    with TCPStore("127.0.0.1", port) as client, TCPStore("127.0.0.1", port) as other:
+    with TCPStore("127.0.0.1", port, timeout=60) as client, TCPStore("127.0.0.1", port) as other:
 
         def kill() -> None:
             other.wait(["waiting"])
