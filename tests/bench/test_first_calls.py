@@ -23,10 +23,3 @@ def test_the_report_has_the_first_ten_calls_beside_later_ones(monkeypatch, capfd
     assert row["ten_us"] <= (row["first_us"] + 9 * row["others_us"]) / 10 + 0.01
     lines = capfd.readouterr().out.splitlines()
     assert lines[2] == first_calls.line(row)
-
-
-def test_an_unknown_operation_is_named(capsys):
-    with pytest.raises(SystemExit) as ended:
-        first_calls.main(["nothing", "--first-calls"])
-    assert ended.value.code == 2
-    assert "nothing" in capsys.readouterr().err

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from fastcoll import config
 from fastcoll.bench import tune
 from fastcoll.bench.tune import SIZES, Measured, best_limit
 from fastcoll.shm import tuning_cache
@@ -52,16 +51,3 @@ def test_a_run_writes_its_results(tmp_path, ranks):
     assert {"close", "past"} <= {*found["all_reduce"]["131072"]}
     assert {"close", "past", "ahead"} <= {*found["broadcast"]["524288"]}
     assert str(path) in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "tuning", "why"),
-    [(["--tune", "-n", "1"], "file", "between ranks"), (["--tune"], "none", "that is none")],
-)
-def test_impossible_tuning_is_refused(capsys, monkeypatch, words, tuning, why):
-    monkeypatch.setenv("FASTCOLL_TUNING", tuning)
-    config.forget()
-    with pytest.raises(SystemExit):
-        tune.main(words)
-    assert why in capsys.readouterr().err
-    config.forget()

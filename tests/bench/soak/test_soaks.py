@@ -21,12 +21,7 @@ AMOUNTS = {
     "churn": 10, "history": 5, "schedules": 500,
 }  # fmt: skip
 # They also find ranks and launchers that react too late.
-TIMED = (
-    "kills",
-    "phases",
-    "stops",
-    "signals",
-)
+TIMED = ("kills", "phases", "stops", "signals")
 
 
 @pytest.mark.limit(1200)
