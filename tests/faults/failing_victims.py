@@ -74,14 +74,7 @@ def _survived(error: GroupError, op: str, count: int, rank: int, n: int, others:
     x = np.full(3, rank + 1.0)
     dist.all_reduce(x, group=others)
     dist.destroy_process_group()
-    return {
-        "error": str(error),
-        "kind": type(error).__name__,
-        "ranks": error.ranks,
-        "again": again,
-        "again_after": min(took),
-        "others": x[0],
-    }
+    return {**victims.report_of(error), "again": again, "again_after": min(took), "others": x[0]}
 
 
 def _go_direct(rank: int) -> None:
@@ -97,8 +90,7 @@ def _attach_late(rank: int) -> None:
     attach = segment.Segment.attach
 
     def late(name: str, layout: Any) -> segment.Segment:
-        end = time.monotonic() + 60
-        while rank == 2 and os.path.exists(f"{segment.DIRECTORY}/{name}") and time.monotonic() < end:
+        while rank == 2 and os.path.exists(f"{segment.DIRECTORY}/{name}"):
             time.sleep(0)
         return attach(name, layout)
 
@@ -131,6 +123,8 @@ def start_and_leave(
     Args:
         how: as in `work_until_failpoint`.
         meeting: where ranks meet, instead of `url`.
+
+    The timeout is longer than the deadline of `crew.run`: a rank that waits for it "hangs".
     """
     backend, before, _ = HOW.get(how, (how, lambda rank: None, lambda: None))
     before(rank)
@@ -138,7 +132,7 @@ def start_and_leave(
         arm(failpoint)
     try:
         waited = _without_core()
-        dist.init_process_group(backend, init_method=meeting or url, rank=rank, world_size=n, timeout=60)
+        dist.init_process_group(backend, init_method=meeting or url, rank=rank, world_size=n, timeout=600)
         waited = _without_core()
         dist.new_group(list(range(n)))
         waited = _without_core()

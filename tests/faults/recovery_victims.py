@@ -50,6 +50,14 @@ def _join(rank: int, n: int, url: str, backend: str, timeout: float = 60.0) -> N
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=timeout)
 
 
+def _sum(value: float = 1.0) -> dict[str, Any]:
+    """Return the sum of the world's values, and leave."""
+    x = np.full(1, value)
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    return {"sum": x[0]}
+
+
 def kill_until_one_is_left(rank: int, n: int, url: str, backend: str, order: list[int]) -> dict[str, Any]:
     """Kill ranks one by one, in an `order` of ranks of the first world; return the seconds of each `shrink`."""
     _join(rank, n, url, backend)
@@ -98,10 +106,7 @@ def die_while_shrinking(rank: int, n: int, url: str, backend: str, dying: dict[i
         except GroupError:
             assert time.monotonic() < end
     assert dist.get_world_size() == wanted
-    x = np.full(1, 2.0**rank)
-    dist.all_reduce(x)
-    dist.destroy_process_group()
-    return {"sum": x[0]}
+    return _sum(2.0**rank)
 
 
 def shrink_once_while_one_dies(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
@@ -114,10 +119,7 @@ def shrink_once_while_one_dies(rank: int, n: int, url: str, backend: str) -> dic
         _die()
     _work()
     dist.shrink()
-    x = np.ones(1)
-    dist.all_reduce(x)
-    dist.destroy_process_group()
-    return {"sum": x[0]}
+    return _sum()
 
 
 def shrink_a_part(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
@@ -159,10 +161,7 @@ def shrink_without_a_death(rank: int, n: int, url: str, backend: str) -> dict[st
         except GroupError as error:
             said = str(error)
     dist.shrink()
-    x = np.ones(1)
-    dist.all_reduce(x)
-    dist.destroy_process_group()
-    return {"said": said, "sum": x[0]}
+    return {"said": said, **_sum()}
 
 
 def shrink_without_one_that_left(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
@@ -177,24 +176,24 @@ def shrink_without_one_that_left(rank: int, n: int, url: str, backend: str) -> d
     _meet()
     dist.shrink(timeout=30)
     shrunk[rank].touch()
-    x = np.ones(1)
-    dist.all_reduce(x)
-    dist.destroy_process_group()
-    return {"sum": x[0]}
+    return _sum()
 
 
 def shrink_beside_a_stopped_rank(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:
     """The last rank is stopped, so it neither arrives nor is dead."""
     _join(rank, n, url, backend)
-    here = [Path(f"{url.removeprefix('file://')}-here-{other}") for other in range(n)]
-    here[rank].touch()
+    _meet()
+    last, aborted = (
+        victims.pid_of(n - 1),
+        [Path(f"{url.removeprefix('file://')}-{other}") for other in range(n - 1)],
+    )
     if rank == n - 1:
         signal.pause()  # until it is killed
-    net_victims.await_all(here)
-    last = dist.group.WORLD.monitor.members[-1].pid
-    dist.abort(reason="a test")
     if rank == 0:
         net_victims.stop(last)
+    dist.abort(reason="a test")
+    aborted[rank].touch()
+    net_victims.await_all(aborted)  # so that these ranks shrink at about the same time
     began, at_work = time.monotonic(), clock_at_work()
     try:
         dist.shrink(timeout=3 if rank == 0 else 2)  # rank 0 serves

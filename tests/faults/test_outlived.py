@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
+import select
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import python
 
 import fastcoll as dist
 from fastcoll import ReduceOp
+from fastcoll.record.record import read
 
 
 def dawdle(a, b):
@@ -25,13 +26,14 @@ def dawdle(a, b):
 def reduce_on_rank_0(group, rank, op):
     """Rank 1 arrives late and finishes long before rank 0, which checks its peers several times meanwhile."""
     x = np.ones(8 * 32_768)
-    if rank == 1:
-        time.sleep(0.2)
+    first = group.monitor.members[0].pid
+    while rank == 1 and not any(each.late == 1 for each in read(first).groups):
+        time.sleep(0.01)
     group.reduce(x, 0, op)
     return x
 
 
-@pytest.mark.ranks(2, timeout=40)
+@pytest.mark.ranks(2)
 def test_a_rank_may_leave_when_its_part_is_done(rank, world_size):
     op = ReduceOp.custom(dawdle)
     dist.reduce(np.ones(8), 0, op)
@@ -45,7 +47,7 @@ def test_a_rank_may_leave_when_its_part_is_done(rank, world_size):
 
 
 @pytest.mark.long
-@pytest.mark.ranks(2, timeout=40, fresh=True, may_die=(1,))
+@pytest.mark.ranks(2, fresh=True, may_die=(1,))
 def test_a_rank_may_die_when_its_part_is_done(rank, world_size):
     op = ReduceOp.custom(dawdle)
     dist.reduce(np.ones(8), 0, op)
@@ -65,7 +67,7 @@ from fastcoll.job import backends
 backend, store = sys.argv[1:]
 backends.load(backends.parse_backend(backend))  # once for all ranks
 rank = next((rank for rank in range(1, 7) if os.fork() == 0), 0)
-dist.init_process_group(backend, f"file://{store}", timeout=40, rank=rank, world_size=7)
+dist.init_process_group(backend, f"file://{store}", timeout=60, rank=rank, world_size=7)
 groups = [dist.new_group([0, peer]) for peer in range(1, 7)]
 last = dist.new_group([0, 1])
 with contextlib.suppress(dist.PeerDiedError):  # rank 5 may be out, and gone, before others are out
@@ -113,12 +115,7 @@ def line_of(text: str) -> int:
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_ranks_that_wait_for_a_rank_that_left_get_the_reason(tmp_path: Path, backend: str) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    done = subprocess.run(
-        [sys.executable, tmp_path / "train.py", backend, tmp_path / "meet"],
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    done = python(tmp_path / "train.py", backend, tmp_path / "meet")
     data, asked = line_of('raise ValueError("bad data")'), line_of("json.loads")
     parsing = rf"left: JSONDecodeError: .+ \(train\.py:{asked}\)"
     wanted = [
@@ -139,7 +136,7 @@ def test_ranks_that_wait_for_a_rank_that_left_get_the_reason(tmp_path: Path, bac
 
 
 @pytest.mark.long
-@pytest.mark.ranks(2, backend="tcp", timeout=40, fresh=True, may_die=(1,))
+@pytest.mark.ranks(2, backend="tcp", fresh=True, may_die=(1,))
 @pytest.mark.parametrize("count", [8, 1 << 21])
 @pytest.mark.parametrize("case", ["alone", "more behind", "looked at late", "while it sends"])
 def test_a_rank_may_end_at_once_after_its_last_receive(rank, world_size, case, count):
@@ -152,11 +149,13 @@ def test_a_rank_may_end_at_once_after_its_last_receive(rank, world_size, case, c
         dist.recv(got, 0)
         os._exit(0 if (got == 7).all() and not (sent and sent.is_completed()) else 3)
     whole = np.zeros_like(large)
+    peer = os.pidfd_open(dist.group.WORLD.monitor.members[1].pid)
     work = dist.isend(x, 1)
     behind = [dist.isend(x, 1, tag=5) for _ in range(3 * (case == "more behind"))]
     if case == "looked at late":
-        time.sleep(0.3)  # the other process has ended by now
-    elif case == "while it sends":
+        select.select([peer], [], [])  # until the other process has ended
+    os.close(peer)
+    if case == "while it sends":
         behind = [dist.irecv(whole, 1, tag=9)]
     work.wait()
     for other in behind:

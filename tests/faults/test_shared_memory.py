@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
+from programs import at_once
 
 PROGRAM = """
 import sys
@@ -57,8 +57,7 @@ def run_behind(tmp_path, mount: str, program: str = PROGRAM) -> list[str]:
         pytest.skip("needs root, to mount a small /dev/shm in a namespace of its own")
     script = tmp_path / "program.py"
     script.write_text(program.replace("{path!r}", repr(os.path.dirname(os.path.dirname(__file__)))))
-    command = ["unshare", "-m", "sh", "-c", f"{mount} && exec {sys.executable} {script}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    (done,) = at_once([["unshare", "-m", "sh", "-c", f"{mount} && exec {sys.executable} {script}"]])
     results = [line for line in done.stdout.splitlines() if line.startswith(("RESULT", "WARNING"))]
     assert done.returncode == 0, done.stderr
     assert len(results) >= 2, done.stderr
@@ -106,8 +105,5 @@ def test_ranks_in_different_user_namespaces(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("needs root, to make a user namespace wherever one can be made")
     program = [sys.executable, "-c", OF_TWO_USERS, f"file://{tmp_path}/meeting"]
-    with (
-        subprocess.Popen([*program, "0"]) as outside,
-        subprocess.Popen(["unshare", "--user", "--map-root-user", *program, "1"]) as inside,
-    ):
-        assert (outside.wait(120), inside.wait(120)) == (0, 0)
+    ends = at_once([[*program, 0], ["unshare", "--user", "--map-root-user", *program, 1]])
+    assert [end.returncode for end in ends] == [0, 0], ends

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -40,7 +41,7 @@ def run(where: str, ranks: list[int], how: str) -> dict[int, list[crew.Outcome]]
         return dict(zip(ranks, crew.run_together(worlds), strict=True))
 
 
-def check(outcomes: Sequence[crew.Outcome], victim: int, within: float = crew.AT_ALL) -> None:
+def check(outcomes: Sequence[crew.Outcome], victim: int, within: float = math.inf) -> None:
     """Check that the survivors named the dead rank."""
     dead = outcomes[victim]
     for saw in crew.survivors(outcomes, victim):
@@ -48,22 +49,21 @@ def check(outcomes: Sequence[crew.Outcome], victim: int, within: float = crew.AT
         assert saw["raised"] - dead.died < within, saw
 
 
-CASES = [(where, "auto") for where in STARTING] + [(where, "tcp") for where in STARTING_TCP]
+CASES = [(where, "auto", ranks) for where, ranks in STARTING.items()]
+CASES += [(where, "tcp", ranks) for where, ranks in STARTING_TCP.items()]
 
 
-@pytest.mark.parametrize(("where", "how"), CASES)
-def test_killed_while_starting(where: str, how: str) -> None:
-    ranks = (STARTING if how == "auto" else STARTING_TCP)[where]
+@pytest.mark.parametrize(("where", "how", "ranks"), CASES)
+def test_killed_while_starting(where: str, how: str, ranks: list[int]) -> None:
     for victim, outcomes in run(where, ranks, how).items():
         check(outcomes, victim)
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize(("how", "within"), [("auto", crew.SOON), ("tcp", crew.WITHIN)])
-def test_killed_while_starting_is_named_in_time(how: str, within: float) -> None:
-    for where, ranks in (STARTING if how == "auto" else STARTING_TCP).items():
-        for victim, outcomes in run(where, ranks[-1:], how).items():
-            check(outcomes, victim, within)
+@pytest.mark.parametrize(("where", "how", "ranks"), CASES)
+def test_killed_while_starting_is_named_in_time(where: str, how: str, ranks: list[int]) -> None:
+    for victim, outcomes in run(where, ranks[-1:], how).items():
+        check(outcomes, victim, crew.SOON if how == "auto" else crew.WITHIN)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -76,24 +76,20 @@ def test_a_rank_that_attaches_after_a_death_was_noticed_names_it_too(victim: int
     check(outcomes, victim)
 
 
-AT_THE_STORE = ["shm.meeting.after_create", "shm.meeting.after_proof"]
+@pytest.mark.parametrize(("how", "n"), [("auto", 3), ("nodes", 4)])
+@pytest.mark.parametrize("where", ["shm.meeting.after_create", "shm.meeting.after_proof"])
+def test_the_store_dies_with_rank_0_while_a_segment_or_parts_of_a_group_are_made(
+    where: str, how: str, n: int
+) -> None:
+    """The segment's name in the store is lost, and the rank that made the segment is dead and cannot unlink it.
 
-
-@pytest.mark.parametrize("where", AT_THE_STORE)
-def test_the_store_dies_with_rank_0_while_a_segment_is_made(where: str) -> None:
-    """The segment's name in the store is lost, and the rank that made the segment is dead and cannot unlink it."""
+    On several nodes a rank that waits for a rank which has failed and ended names the rank that was killed.
+    """
     with crew.nothing_left():
-        outcomes = crew.run(*world(where, 0, "auto", meeting()))
+        outcomes = crew.run(*world(where, 0, how, meeting(), n))
     check(outcomes, 0)
-
-
-@pytest.mark.parametrize("where", AT_THE_STORE)
-def test_the_store_dies_with_rank_0_while_parts_of_a_group_are_made(where: str) -> None:
-    """A rank that waits for a rank which has failed and ended names the rank that was killed."""
-    with crew.nothing_left():
-        outcomes = crew.run(*world(where, 0, "nodes", meeting(), n=4))
-    check(outcomes, 0)
-    assert all("making the default group: " in saw["error"] for saw in crew.survivors(outcomes, 0))
+    named = [saw["error"] for saw in crew.survivors(outcomes, 0)]
+    assert how == "auto" or all("making the default group: " in error for error in named)
 
 
 def meeting() -> str:
@@ -101,22 +97,17 @@ def meeting() -> str:
     return f"tcp://127.0.0.1:{free_port()}"
 
 
-def leave(where: str, how: str, within: float) -> None:
+@pytest.mark.parametrize("how", ["auto", "tcp"])
+@pytest.mark.parametrize(
+    ("where", "within"),
+    [
+        *(pytest.param(where, math.inf, marks=pytest.mark.long) for where in ENDING),
+        pytest.param("destroy.after_groups", crew.SOON, marks=pytest.mark.timed),
+    ],
+)
+def test_killed_while_leaving(where: str, how: str, within: float) -> None:
     """The others no longer need a rank that dies while it leaves, and leave in order."""
     for victim, outcomes in run(where, [0, 1], how).items():
         for saw in crew.survivors(outcomes, victim):
             assert saw["raised"] - outcomes[victim].died < within, saw
         assert {outcome.exitcode for outcome in outcomes} == {-9, 0}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("how", ["auto", "tcp"])
-@pytest.mark.parametrize("where", ENDING)
-def test_killed_while_leaving(where: str, how: str) -> None:
-    leave(where, how, crew.AT_ALL)
-
-
-@pytest.mark.timed
-@pytest.mark.parametrize("how", ["auto", "tcp"])
-def test_no_rank_waits_for_one_that_is_killed_while_leaving(how: str) -> None:
-    leave("destroy.after_groups", how, crew.SOON)

@@ -89,8 +89,18 @@ STEPS: dict[str, Step] = {
 }
 
 
-def wait_for_late_rank(rank: int, n: int, url: str, timeout: float, backend: str = "auto") -> str:
-    """Wait in all_reduce on all ranks but the last; return the error, or the result if the last rank arrives."""
+def report_of(error: GroupError) -> dict[str, Any]:
+    """Return what a rank reports of an error."""
+    return {"kind": type(error).__name__, "error": str(error), "ranks": error.ranks}
+
+
+def pid_of(rank: int) -> int:
+    """Return the process id of a rank of the world."""
+    return dist.group.WORLD.monitor.members[rank].pid  # type: ignore[union-attr]
+
+
+def wait_for_late_rank(rank: int, n: int, url: str, timeout: float, backend: str = "auto") -> dict[str, Any]:
+    """Wait in all_reduce on all ranks but the last, which does not call before the others have given up."""
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=60)
     group = dist.new_group(timeout=60)
     group.barrier()  # the waiting ranks begin at about the same time
@@ -100,24 +110,22 @@ def wait_for_late_rank(rank: int, n: int, url: str, timeout: float, backend: str
         if rank == n - 1:
             while not all(path.exists() for path in given_up):
                 time.sleep(0.01)
-            return "late"
+            return {}
         group.all_reduce(np.ones(3))
     except GroupError as error:
         given_up[rank].touch()
-        return f"{type(error).__name__}: {error}"
+        return report_of(error)
     finally:
         dist.destroy_process_group()
-    return "no error"
+    raise AssertionError("no rank was late")
 
 
 def stop_and_continue(rank: int, n: int, url: str, seconds: float, backend: str = "auto") -> float:
     """Have its peer stop rank 0 for a while, as a debugger or the kernel would; return the result."""
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=60)
-    pids = np.zeros(n, "i8")
-    dist.all_gather_into_tensor(pids, np.array([os.getpid()]))
     if rank == 1:
-        os.kill(int(pids[0]), signal.SIGSTOP)
-        threading.Timer(seconds, os.kill, (int(pids[0]), signal.SIGCONT)).start()
+        os.kill(pid_of(0), signal.SIGSTOP)
+        threading.Timer(seconds, os.kill, (pid_of(0), signal.SIGCONT)).start()
     x = np.ones(3)
     dist.all_reduce(x)
     dist.destroy_process_group()
@@ -125,7 +133,10 @@ def stop_and_continue(rank: int, n: int, url: str, seconds: float, backend: str 
 
 
 def interrupt_in_the_package() -> list[float]:
-    """Send SIGINT to the main thread once it has been in a function of the package for a moment; return the time."""
+    """Send SIGINT to the main thread once it is in a function of the package; return the time.
+
+    It usually waits by then. If it does not yet, the call must end as well.
+    """
     main, package, sent = threading.get_ident(), os.path.dirname(dist.__file__), list[float]()
 
     def is_there() -> bool:
@@ -209,14 +220,12 @@ def _cpu_seconds(pid: int) -> float:
 def wait_for_long(rank: int, n: int, url: str, what: str) -> float:
     """Wait on rank 1; return on rank 0 the share of a core that the wait uses after its first second."""
     dist.init_process_group(init_method=url, rank=rank, world_size=n, timeout=60)
-    pids = np.zeros(n, np.int64)
-    dist.all_gather_into_tensor(pids, np.array([os.getpid()]))
     wait, share = _long_waits()[what], 0.0
     if rank == 0:
         time.sleep(1.3)  # after the other rank has begun to wait
-        began, used = time.monotonic(), _cpu_seconds(int(pids[1]))
+        began, used = time.monotonic(), _cpu_seconds(pid_of(1))
         time.sleep(0.5)
-        used = _cpu_seconds(int(pids[1])) - used
+        used = _cpu_seconds(pid_of(1)) - used
         share = used / (time.monotonic() - began)
     if rank == 0 and "recv" in what:
         dist.send(np.ones(5, "f4"), 1)

@@ -1,0 +1,40 @@
+"""Programs that tests run to their end with this Python: one alone, or one process for each rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+LIMIT = 240.0  # s, which only ends a hang
+
+
+def python(
+    *words: object, environ: dict[str, str] | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments; `environ` is added to this process's environment."""
+    command, env = [sys.executable, *map(str, words)], {**os.environ, **(environ or {})}
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=env, **options)
+
+
+def at_once(commands: Sequence[Sequence[object]], **options: Any) -> list[subprocess.CompletedProcess[str]]:
+    """Run commands at the same time, and kill those that are still running if one takes too long."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with ExitStack() as started:
+        processes = []
+        for command in commands:
+            processes.append(
+                started.enter_context(subprocess.Popen([*map(str, command)], **pipes, **options))
+            )
+            started.callback(processes[-1].kill)
+        outputs = [process.communicate(timeout=LIMIT) for process in processes]
+    ends = zip(processes, outputs, strict=True)
+    return [subprocess.CompletedProcess(p.args, p.returncode, *output) for p, output in ends]
+
+
+def python_ranks(size: int, *words: object, **options: Any) -> list[subprocess.CompletedProcess[str]]:
+    """Run Python with these arguments and a rank, for each rank."""
+    return at_once([[sys.executable, *words, rank] for rank in range(size)], **options)
