@@ -1,11 +1,12 @@
-"""Programs that tests run to their end with this Python: one alone, or one process for each rank."""
+"""Programs that tests run to their end with this Python: one alone, or one process for each rank; and waiting."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -38,3 +39,12 @@ def at_once(commands: Sequence[Sequence[object]], **options: Any) -> list[subpro
 def python_ranks(size: int, *words: object, **options: Any) -> list[subprocess.CompletedProcess[str]]:
     """Run Python with these arguments and a rank, for each rank."""
     return at_once([[sys.executable, *words, rank] for rank in range(size)], **options)
+
+
+def until(so: Callable[[], Any], otherwise: Callable[[], object] = lambda: "it does not happen") -> Any:
+    """Return the first true result of `so`; fail with the result of `otherwise` if there is none."""
+    end = time.monotonic() + LIMIT
+    while not (found := so()):
+        assert time.monotonic() < end, otherwise()
+        time.sleep(0.01)
+    return found

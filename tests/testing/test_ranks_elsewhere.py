@@ -17,6 +17,8 @@ from fastcoll.testing.mark import Place
 def pytest_ranks_places(config, world_size):
     if world_size == 1:
         return None
+    if world_size == 4:
+        return [Place(("sh", "-c", "echo no such place; exit 3"))] * 4
     nodes = [
         Place(("env", "NODE=one"), "127.0.0.2"),
         Place(("env", "NODE=two"), "127.0.0.3", pathlib.Path({shm!r})),
@@ -44,6 +46,7 @@ def test_a_rank_serves_another_number_of_ranks_where_it_was(rank):
     assert os.environ["NODE"] == ["one", "two"][rank]
 """
 
+NOWHERE = "import pytest\n@pytest.mark.ranks(4, init=False)\ndef test_nowhere(rank):\n    pass\n"
 LEFT = """
 import pytest
 
@@ -80,8 +83,9 @@ def inner(tmp_path_factory: pytest.TempPathFactory, shm: Path) -> InnerRun:
         "test_places.py": PLACES,
         "test_left.py": LEFT.format(left=str(shm / f"fastcoll-left-{session()}")),
         "test_backends.py": BACKENDS,
+        "test_nowhere.py": NOWHERE,
     }
-    return InnerRun(tmp_path_factory.mktemp("inner"), files)
+    return InnerRun(tmp_path_factory.mktemp("inner"), files, "--ranks-backend", "tcp")
 
 
 @pytest.mark.long
@@ -96,25 +100,16 @@ def test_leaks_in_the_shared_memory_of_a_place_are_found(inner: InnerRun, shm: P
     )
 
 
-def test_a_rank_that_cannot_start_at_its_place_fails_the_test(tmp_path: Path) -> None:
-    conftest = """
-        from fastcoll.testing.mark import Place
-
-        def pytest_ranks_places(world_size):
-            return [Place(("sh", "-c", "echo no such place; exit 3"))] * world_size
-        """
-    text = "import pytest\n@pytest.mark.ranks(1, init=False)\ndef test_it(rank):\n    pass\n"
-    run = InnerRun(tmp_path, {"conftest.py": conftest, "test_it.py": text})
-    assert run.outcomes("test_it.py") == {"failed": 1}
-    run.said("test_it").fnmatch_lines(
-        ["rank 0 of 1: its process did not start: exit code 3", "no such place"]
+def test_a_rank_that_cannot_start_at_its_place_fails_the_test(inner: InnerRun) -> None:
+    assert inner.outcomes("test_nowhere.py") == {"failed": 1}
+    inner.said("test_nowhere").fnmatch_lines(
+        ["all 4 ranks: its process did not start: exit code 3", "no such place"]
     )
 
 
-def test_the_backend_of_tests_that_name_none(inner: InnerRun, tmp_path: Path) -> None:
-    with_tcp = InnerRun(tmp_path, {"test_backends.py": BACKENDS}, "--ranks-backend", "tcp")
-    assert with_tcp.outcomes("test_backends.py") == {"passed": 2}
-    assert inner.outcomes("test_backends.py") == {"passed": 1, "failed": 1}
+def test_the_backend_of_tests_that_name_none(inner: InnerRun) -> None:
+    """test_ranks_plugin.py has the default."""
+    assert inner.outcomes("test_backends.py") == {"passed": 2}
 
 
 def test_a_backend_that_is_not_available(tmp_path: Path) -> None:

@@ -7,16 +7,15 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from inner_pytest import InnerRun
+from programs import LIMIT, until
 
 from fastcoll.system.processes import session
 
-LIMIT = 120  # s, which only ends a hang
 SEGMENT = f"fastcoll-test-{os.getpid()}-{session()}"
 FILES: dict[str, str] = {}
 
@@ -31,7 +30,7 @@ def file(name: str, text: str) -> str:
 def inner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InnerRun]:
     """Run pytest on all files."""
     unraisable = "ignore::pytest.PytestUnraisableExceptionWarning"
-    yield InnerRun(tmp_path_factory.mktemp("inner"), FILES, "-W", unraisable, "--flavour=sour")
+    yield InnerRun(tmp_path_factory.mktemp("inner"), FILES, "-W", unraisable, "--flavour=sour", ".")
     for name in (SEGMENT, f"{SEGMENT}-of-another", f"other-{SEGMENT}"):
         Path("/dev/shm", name).unlink(missing_ok=True)
 
@@ -39,7 +38,7 @@ def inner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InnerRun]:
 ENVIRONMENT = file(
     "test_environment.py",
     """
-@pytest.mark.ranks(1, 3, init=False)
+@pytest.mark.ranks(1, 2, init=False)
 def test_environment(rank, world_size, tmp_path):
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
     found = [os.environ[name] for name in names]
@@ -61,18 +60,18 @@ def test_environment_is_restored():
 
 def test_ranks_get_their_rank_world_environment_and_a_common_directory(inner: InnerRun) -> None:
     assert inner.outcomes(ENVIRONMENT) == {"passed": 3}
-    for n in (1, 3):
+    for n in (1, 2):
         assert f"{ENVIRONMENT}::test_environment[n{n}] PASSED" in inner.text
 
 
-USES_A_FIXTURE = """
-import pytest
-@pytest.mark.ranks(1, init=False)
-def test_fixture(of_the_folder):
-    assert of_the_folder == 5
-"""
 file("folder/conftest.py", "import pytest\n@pytest.fixture\ndef of_the_folder():\n    return 5")
-IN_A_FOLDER = [file(f"folder/test_{name}.py", USES_A_FIXTURE) for name in ("first", "second")]
+IN_A_FOLDER = [
+    file(
+        f"folder/test_{name}.py",
+        f"@pytest.mark.ranks(1, init=False)\ndef test_{name}(of_the_folder):\n    assert of_the_folder == 5\n",
+    )
+    for name in ("first", "second")
+]
 
 
 def test_all_files_of_a_folder_have_the_fixtures_of_its_conftest(inner: InnerRun) -> None:
@@ -97,7 +96,7 @@ def test_in_a_world(rank, world_size, members):
 
 @pytest.mark.ranks(2)
 def test_again(rank):
-    fastcoll.barrier()
+    assert fastcoll.get_backend_config() == "cpu:auto"
 
 @pytest.mark.ranks(2, init=False)
 def test_without_a_world():
@@ -201,7 +200,7 @@ def test_fixtures_parameters_classes_and_monkeypatch_work_in_the_ranks(inner: In
 EQUAL = file(
     "test_equal.py",
     """
-@pytest.mark.ranks(3, init=False)
+@pytest.mark.ranks(2, init=False)
 def test_equal_failures(rank):
     print(f"printed by {rank}")
     values = [1, 2]
@@ -215,12 +214,12 @@ def test_equal_failures_are_merged_and_asserts_show_values(inner: InnerRun) -> N
     said = inner.said("test_equal_failures")
     said.fnmatch_lines(
         [
-            "all 3 ranks: AssertionError: assert ?1, 2? == ?1, 4?",
+            "all 2 ranks: AssertionError: assert ?1, 2? == ?1, 4?",
             "E*At index 1 diff: 2 != 4",
             "*Captured output of rank 0*",
             "printed by 0",
-            "*Captured output of rank 2*",
-            "printed by 2",
+            "*Captured output of rank 1*",
+            "printed by 1",
         ]
     )
     assert str(said).count("At index 1 diff") == 1
@@ -265,7 +264,7 @@ def test_a_dead_rank_is_named_and_the_stranded_ones_are_ended(inner: InnerRun) -
 DEATHS = file(
     "test_deaths.py",
     """
-@pytest.mark.ranks(3, init=False, fresh=True, may_die=[1])
+@pytest.mark.ranks(2, init=False, fresh=True, may_die=[1])
 def test_survivors_count(rank):
     if rank == 1:
         os.kill(os.getpid(), 9)
@@ -289,20 +288,24 @@ def test_deaths_on_purpose(inner: InnerRun) -> None:
     inner.said("test_nobody_left").fnmatch_lines(["every rank died*no rank has checked*"])
 
 
-# The deadline is two seconds after the ranks have reached their last line, however long that takes.
+# The deadline is when the rank has reached its last line, and is in the state that it has named.
 file(
     "deadline/conftest.py",
     """
-import os, time
+import contextlib, time
+from fastcoll.system.processes import status_of
 from fastcoll.testing import pool
 
 class Clock:
-    sleep = time.sleep
+    sleep, late = time.sleep, 0
     def __init__(self, path):
         self.path = path
     def monotonic(self):
-        is_due = os.path.exists(self.path) and time.time() > os.stat(self.path).st_mtime + 2
-        return time.monotonic() + 1e6 * is_due
+        with contextlib.suppress(FileNotFoundError):
+            pid, state = open(self.path).read().split()
+            if status_of(int(pid))[0].decode() == state:
+                self.late = 1e6
+        return time.monotonic() + self.late
 
 def pytest_runtest_setup(item):
     pool.time = Clock(item.name.partition("[")[0])
@@ -313,21 +316,22 @@ def pytest_runtest_teardown():
 DEADLINE = file(
     "deadline/test_deadline.py",
     """
+def reach(name, state):
+    with open(f"{name}.part", "w") as file:
+        file.write(f"{os.getpid()} {state}")
+    os.rename(f"{name}.part", name)
+
 def wait_for_ever():
-    open("test_late", "w").close()
+    reach("test_late", "S")
     time.sleep(1000)
 
-@pytest.mark.ranks(2, init=False, timeout=1000)
-def test_late(rank):
-    if rank == 1:
-        while not os.path.exists("done"):
-            time.sleep(0.001)
-        wait_for_ever()
-    open("done", "w").close()
+@pytest.mark.ranks(1, init=False, timeout=1000)
+def test_late():
+    wait_for_ever()
 
 @pytest.mark.ranks(1, init=False, timeout=1000)
-def test_stopped(rank):
-    open("test_stopped", "w").close()
+def test_stopped():
+    reach("test_stopped", "T")
     os.kill(os.getpid(), 19)
 """,
 )
@@ -338,7 +342,7 @@ def test_the_deadline_shows_where_each_rank_is(inner: InnerRun) -> None:
     late, stopped = inner.said("test_late"), inner.said("test_stopped")
     late.fnmatch_lines(
         [
-            "rank 1 of 2: did not finish within 1000 s",
+            "rank 0 of 1: did not finish within 1000 s",
             "*hread (most recent call first):",  # the current thread, unless another one has received the signal
             "*line * in wait_for_ever",
             "*line * in test_late",
@@ -445,26 +449,23 @@ def test_a_rank_that_cannot_import_the_test_shows_why(inner: InnerRun) -> None:
     inner.said("test_not_twice").fnmatch_lines(["all 2 ranks:*", "E*RuntimeError: not importable twice"])
 
 
-def test_ranks_start_though_the_directory_has_changed(tmp_path: Path) -> None:
-    files = {
-        "sub/conftest.py": """
-import os, pytest
-pytest_plugins = ["pytester"]
-@pytest.fixture(scope="session", autouse=True)
-def elsewhere(tmp_path_factory):
-    os.chdir(tmp_path_factory.mktemp("elsewhere"))
-""",
-        "sub/test_away.py": """
-import pytest
-def test_here():
-    pass
+AWAY = file(
+    "test_away.py",
+    """
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 @pytest.mark.ranks(2, init=False, fresh=True)
 def test_away(rank):
     pass
 """,
-    }
-    assert InnerRun(tmp_path, files, "sub").outcomes("sub/test_away.py") == {"passed": 2}
+)
+
+
+def test_ranks_start_though_the_directory_has_changed(inner: InnerRun) -> None:
+    """The run's arguments are paths relative to the directory in which it began."""
+    assert inner.outcomes(AWAY) == {"passed": 1}
 
 
 WRONG_PLACES = file(
@@ -509,7 +510,9 @@ def test_no_worker_survives_pytest(pytester: pytest.Pytester, number: int) -> No
     with subprocess.Popen(
         [sys.executable, "-m", "pytest", "-q"], stdout=subprocess.DEVNULL, start_new_session=True
     ) as process:
-        pids = [int(_read_when_there(Path(f"pid-{rank}"))) for rank in range(2)]
+        files = [Path(f"pid-{rank}") for rank in range(2)]
+        until(lambda: all(file.exists() for file in files))
+        pids = [int(file.read_text()) for file in files]
         watched = [os.pidfd_open(pid) for pid in pids]
         process.send_signal(number)
         code = process.wait(LIMIT)
@@ -519,14 +522,6 @@ def test_no_worker_survives_pytest(pytester: pytest.Pytester, number: int) -> No
         finally:
             for descriptor in watched:
                 os.close(descriptor)
-
-
-def _read_when_there(path: Path) -> str:
-    end = time.monotonic() + LIMIT
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} does not appear"
-        time.sleep(0.01)
-    return path.read_text()
 
 
 def _ends(pidfd: int) -> bool:

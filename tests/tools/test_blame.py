@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,19 +22,9 @@ BARRIER = signature.encode("barrier")
 
 
 def group(
-    rank: int,
-    calls: int,
-    under_way: bool,
-    *,
-    name: str = "WORLD",
-    members: range | tuple[int, ...] = range(4),
-    waited: float = 12,
-    call: int = ALL_REDUCE,
-    hosts: str = "aaaa",
-    waits: tuple[Waiting, ...] = (),
-    late: int = -1,
-    pending: int = 0,
-) -> GroupRecord:
+    rank: int, calls: int, under_way: bool, *, name: str = "WORLD", members: Sequence[int] = range(4),
+    waited: float = 12, call: int = ALL_REDUCE, hosts: str = "aaaa", **more: Any,
+) -> GroupRecord:  # fmt: skip
     """Return a rank's record of a group, in or after its call number `calls`."""
     peers = tuple(MemberRecord(member, hosts[member], 100 + member) for member in members)
     last = CallRecord(calls, call, 16, "under way" if under_way else "done", 0, 0)
@@ -40,8 +32,8 @@ def group(
     return GroupRecord(
         name=name, serial=1, backend="shm", members=peers,
         rank=peers.index(MemberRecord(rank, hosts[rank], 100 + rank)),
-        calls=calls, finished=calls - under_way, pending=pending, ring=(last,) if calls else (),
-        under_way=last if under_way else None, since=since, late=late, waits=waits, failure="",
+        calls=calls, finished=calls - under_way, ring=(last,) if calls else (), failure="",
+        under_way=last if under_way else None, since=since, **{"late": -1, "waits": (), "pending": 0, **more},
     )  # fmt: skip
 
 
@@ -73,12 +65,7 @@ WAITED = f"{CALLED}, that ranks 0, 1 and 3 have waited in for 12 s"
     [
         ("T", 0.0, "it is stopped, by SIGSTOP or Ctrl-Z", "kill -CONT 102"),
         ("t", 0.0, "it is stopped by a debugger", "continue it"),
-        (
-            "R",
-            0.98,
-            "it runs its own code, a loop or a long computation (0.98 cores)",
-            "py-spy dump --pid 102",
-        ),
+        ("R", 0.98, "it runs its own code, a loop or a long computation (0.98 cores)", "py-spy dump --pid 1"),
         ("S", 0.5, "it runs its own code", "py-spy dump"),
         ("S", 0.0, "it sleeps in its own code, for a lock, a queue or a thread (futex_wait)", "py-spy dump"),
         ("D", 0.0, "it waits in the kernel (futex_wait)", "py-spy dump"),
@@ -94,13 +81,10 @@ def test_a_rank_that_has_not_called_is_named_with_what_it_does_instead(state, co
     assert diagnosis.ranks == (2,)
 
 
-def test_a_rank_that_is_stopped_inside_of_the_call_holds_it_up():
+def test_a_stopped_rank_that_has_finished_the_call_holds_no_rank_up_yet():
     (diagnosis,) = diagnoses(*three(), rank(2, group(2, 57, True), state="T"))
     assert diagnosis.text == f"rank 2 (pid 102) holds up {WAITED}; it is stopped, by SIGSTOP or Ctrl-Z"
     assert diagnosis.ranks == (2,)
-
-
-def test_a_stopped_rank_that_has_finished_the_call_holds_no_rank_up_yet():
     first, second = diagnoses(*three(), rank(2, group(2, 57, False), state="T"))
     assert "no rank is late" in first.text
     assert second.text == "rank 2 (pid 102) is stopped, by SIGSTOP or Ctrl-Z; no rank waits for it yet"
@@ -150,9 +134,8 @@ def test_the_blame_is_with_the_end_of_a_chain():
     """0 waits for 1 in one group, 1 for 2 in another, and 2 runs its own code."""
     pair, others = (0, 1), (1, 2)
     first = rank(0, group(0, 3, True, name="pair", members=pair))
-    second = rank(
-        1, group(1, 2, False, name="pair", members=pair), group(1, 9, True, name="others", members=others)
-    )
+    behind = group(1, 2, False, name="pair", members=pair)
+    second = rank(1, behind, group(1, 9, True, name="others", members=others))
     third = rank(2, group(2, 8, False, name="others", members=others), state="R")
     (diagnosis,) = diagnoses(first, second, third)
     assert diagnosis.ranks == (2,)
@@ -192,15 +175,13 @@ def test_a_rank_that_waits_for_a_circle_outside_of_it_is_not_blamed():
 
 def test_each_circle_is_reported_beside_late_ranks():
     ranks = []
-    for low in (0, 2):
-        for mine, other in ((low, low + 1), (low + 1, low)):
-            members = (low, low + 1)
+    for members in ((0, 1), (2, 3)):
+        for mine, other in (members, members[::-1]):
             own = group(mine, 2, True, name=f"of {mine}", members=members)
             ranks.append(rank(mine, own, group(mine, 1, False, name=f"of {other}", members=members)))
     assert [diagnosis.ranks for diagnosis in diagnoses(*ranks)] == [(0, 1), (2, 3)]
-    ranks[3] = rank(
-        3, *(replace(each, under_way=None, since=0) for each in ranks[3].record.groups), state="R"
-    )
+    idle = [replace(each, under_way=None, since=0) for each in ranks[3].record.groups]
+    ranks[3] = rank(3, *idle, state="R")
     assert [diagnosis.ranks for diagnosis in diagnoses(*ranks)] == [(3,), (0, 1)]
 
 
@@ -231,10 +212,8 @@ def test_a_pending_operation_does_not_make_a_busy_rank_wait(state, kernel_functi
 
 def test_a_rank_in_a_call_without_late_ranks_is_no_circle():
     """Ranks 0 and 1 are in a call of their own group, and the other ranks wait for both."""
-    ranks = [
-        rank(number, group(number, 9, True, name="group0", members=(0, 1)), group(number, 15, False))
-        for number in (0, 1)
-    ]
+    pairs = [group(number, 9, True, name="group0", members=(0, 1)) for number in (0, 1)]
+    ranks = [rank(number, pair, group(number, 15, False)) for number, pair in enumerate(pairs)]
     ranks += [rank(number, group(number, 16, True)) for number in (2, 3)]
     first, second = diagnoses(*ranks)
     assert (first.ranks, second.ranks) == ((0,), (1,))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import python
 
 from fastcoll.tools import command
 from fastcoll.tools.printing import Printer, bytes_of, seconds_of
@@ -19,10 +19,7 @@ LIMIT = 120  # s, which only ends a hang
 
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fastcoll", *words],
-        capture_output=True, text=True, timeout=LIMIT, env={**os.environ, **environment},
-    )  # fmt: skip
+    return python("-m", "fastcoll", *words, environ=environment)
 
 
 @pytest.mark.parametrize("name", command.COMMANDS)
@@ -33,14 +30,11 @@ def test_each_command_is_found_and_prints_its_options(name):
     assert "--help" in done.stdout
 
 
-def test_without_a_command_the_commands_are_listed():
+def test_without_a_command_the_commands_are_listed_and_an_unknown_one_is_refused():
     done = run()
     assert done.returncode == 0
     assert all(f"\n  {name} " in done.stdout for name in command.COMMANDS)
     assert run("--version").stdout.startswith("fastcoll ")
-
-
-def test_an_unknown_command_is_refused_with_the_one_that_was_meant():
     done = run("docter")
     assert done.returncode == 2
     assert "did you mean doctor?" in done.stderr
@@ -61,9 +55,7 @@ def test_commands_that_people_wait_for_import_nothing_heavy(name):
     code = (
         f"import sys; from fastcoll.tools.command import main; main(['{name}']); print(*sorted(sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=True
-    )
+    done = python("-c", code, check=True)
     modules = set(done.stdout.splitlines()[-1].split())
     heavy = "numba llvmlite posix_ipc torch mpi4py multiprocessing fastcoll.shm fastcoll.bench"
     assert not {*heavy.split()} & modules
@@ -106,41 +98,17 @@ def test_colours_are_for_terminals_that_have_them(monkeypatch):
         assert ("\033[1;31mtrouble\033[0m" in out.getvalue()) is coloured
 
 
-def test_the_real_thing_on_a_real_terminal():
-    main, other = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "NO_COLOR": ""}
-    process = subprocess.Popen([sys.executable, "-m", "fastcoll", "env"], stdout=other, env=environment)
-    os.close(other)
-    shown = b""
-    try:
-        while piece := os.read(main, 1 << 16):
-            shown += piece
-    except OSError:  # the other end of the terminal is closed
-        pass
-    os.close(main)
-    assert process.wait(LIMIT) == 0
-    assert b"\033[2mwhat " in shown
-    assert b"\t" not in shown
-
-
 @pytest.mark.parametrize(
-    ("seconds", "text"),
+    ("value", "text", "of"),
     [
-        (0.04, "0.0 s"),
-        (12.4, "12 s"),
-        (59.6, "1 min"),
-        (200, "3 min 20 s"),
-        (7500, "2 h 5 min"),
-        (90000, "1 d 1 h"),
+        *((0.04, "0.0 s", seconds_of), (12.4, "12 s", seconds_of), (59.6, "1 min", seconds_of)),
+        *((200, "3 min 20 s", seconds_of), (7500, "2 h 5 min", seconds_of), (90000, "1 d 1 h", seconds_of)),
+        *((1 << 3, "8 B", bytes_of), (1 << 12, "4 KiB", bytes_of), (1 << 26, "64 MiB", bytes_of)),
+        *((1 << 35, "32 GiB", bytes_of), (1 << 44, "16 TiB", bytes_of)),
     ],
 )
-def test_durations_are_formatted(seconds, text):
-    assert seconds_of(seconds) == text
-
-
-def test_bytes_are_formatted():
-    shown = [bytes_of(1 << shift) for shift in (3, 12, 26, 35, 44)]
-    assert shown == ["8 B", "4 KiB", "64 MiB", "32 GiB", "16 TiB"]
+def test_durations_and_bytes_are_formatted(value, text, of):
+    assert of(value) == text
 
 
 # ---- env ---------------------------------------------------------------------------------------------------
@@ -158,15 +126,14 @@ def env(**environment: str) -> tuple[dict, int]:
 def test_env_without_a_launcher():
     report, code = env()
     assert code == 0
-    assert report["detected"]["launcher"]["value"] == "none"
-    assert report["detected"]["meets"]["value"] == "no other rank"
+    detected = {name: report["detected"][name]["value"] for name in ("launcher", "meets")}
+    assert detected == {"launcher": "none", "meets": "no other rank"}
     assert {each["from"] for each in report["settings"].values()} == {"default"}
 
 
 def test_env_shows_the_launcher_and_where_the_ranks_meet():
-    report, code = env(
-        RANK="1", WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", MASTER_ADDR="10.0.0.1", MASTER_PORT="29500"
-    )
+    sizes = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    report, code = env(RANK="1", **sizes, MASTER_ADDR="10.0.0.1", MASTER_PORT="29500")
     found = report["detected"]
     assert code == 0
     assert "fastcoll.launch" in found["launcher"]["value"]
@@ -201,11 +168,8 @@ def test_env_shows_what_would_be_refused(tmp_path):
     assert "FASTCOLL_TIMEUOT" in report["settings"]
 
 
-def test_env_never_shows_the_secret():
+def test_env_shows_which_files_it_would_use_and_never_the_secret():
     done = run("env", FASTCOLL_SECRET="swordfish-swordfish")
     assert "swordfish" not in done.stdout
     assert "(19 characters)" in done.stdout
-
-
-def test_env_shows_which_files_it_would_use():
-    assert str(Path(command.__file__).parents[1]) in run("env").stdout
+    assert str(Path(command.__file__).parents[1]) in done.stdout

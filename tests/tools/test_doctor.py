@@ -6,10 +6,9 @@ import json
 import os
 import resource
 import socket
-import subprocess
-import sys
 
 import pytest
+from programs import python
 
 from fastcoll import config
 from fastcoll.rendezvous.detect import port_beside
@@ -23,17 +22,14 @@ ABOUT = {
 }  # fmt: skip
 
 
-def run(*words: str, limit: tuple[int, int] | None = None, **environment: str) -> tuple[dict, int]:
-    """Return the doctor's findings as JSON, under a resource limit: which one, and its value."""
+def run(*words: str, open_files: int = 0, **environment: str) -> tuple[dict, int]:
+    """Return the doctor's findings as JSON; `open_files` is the limit of its descriptors."""
 
     def restrict() -> None:
-        if limit is not None:
-            resource.setrlimit(limit[0], (limit[1], limit[1]))
+        if open_files:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files))
 
-    done = subprocess.run(
-        [sys.executable, "-m", "fastcoll", "doctor", "--json", *words],
-        capture_output=True, text=True, timeout=300, env={**os.environ, **environment}, preexec_fn=restrict,
-    )  # fmt: skip
+    done = python("-m", "fastcoll", "doctor", "--json", *words, environ=environment, preexec_fn=restrict)
     assert not done.stderr
     return json.loads(done.stdout), done.returncode
 
@@ -52,47 +48,50 @@ def test_everything_is_checked_and_this_machine_can_run_these_tests():
     assert peers["level"] == "ok"  # the tests of single_copy.py run here
 
 
-@pytest.mark.long
-def test_too_little_for_so_many_ranks_is_a_problem_with_its_cure():
-    report, code = run("-n", "100000")
-    assert code == 1
-    (memory,) = (each for each in about(report, "shared memory") if each["level"] != "ok")
-    assert memory["level"] == "problem"
-    assert "--shm-size" in memory["cure"]
-    report, code = run("-n", "40", limit=(resource.RLIMIT_NOFILE, 100))
-    (files,) = (each for each in about(report, "limits") if "open files" in each["text"])
-    assert files["level"] == "problem"
-    assert "ulimit -n" in files["cure"]
-    assert code == 1
+PROBLEMS = [  # what the finding is about, its level, and parts of its text and of its cure
+    ("shared memory", "problem", "", "--shm-size"),
+    ("limits", "problem", "open files", "ulimit -n"),
+    ("settings", "warning", "FASTCOLL_TCP_STREAM", "did you mean FASTCOLL_TCP_STREAMS?"),
+    ("secret", "problem", "chmod 600", ""),
+    ("compiled code", "warning", "cannot be kept in /proc/none", ""),
+    ("interfaces", "problem", "nowhere0", ""),
+    ("ports", "problem", "", ""),
+    ("ports", "warning", f"pid {os.getpid()}", ""),
+]
 
 
-@pytest.mark.long
-def test_a_setting_that_cannot_be_used_is_a_problem(tmp_path):
-    report, code = run(FASTCOLL_TCP_STREAMS="99", FASTCOLL_TCP_STREAM="1")
-    problem, warning = about(report, "settings")
-    assert (problem["level"], warning["level"], code) == ("problem", "warning", 1)
-    assert "FASTCOLL_TCP_STREAMS='99'" in problem["text"]
-    assert "did you mean FASTCOLL_TCP_STREAMS?" in warning["cure"]
+def test_each_problem_is_found_with_its_cure(tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("for everybody to read")
     secret.chmod(0o644)
-    report, code = run(FASTCOLL_SECRET_FILE=str(secret))
-    (found,) = about(report, "secret")
-    assert (found["level"], code) == ("problem", 1)
-    assert "chmod 600" in found["text"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        master = next(p for p in range(1024, 65536) if port_beside(p) == port)
+        report, code = run(
+            "-n", "100000", open_files=100, FASTCOLL_TCP_STREAM="1", FASTCOLL_SECRET_FILE=str(secret),
+            NUMBA_CACHE_DIR="/proc/none", FASTCOLL_PORT_RANGE=f"{port}-{port}", FASTCOLL_SOCKET_IFNAME="nowhere0",
+            MASTER_PORT=str(master),
+        )  # fmt: skip
+    assert (code, report["fine"]) == (1, False)
+    for what, level, text, cure in PROBLEMS:
+        found = [each for each in about(report, what) if each["level"] == level]
+        assert any(text in each["text"] and cure in each["cure"] for each in found), (what, report)
 
 
-def test_a_problem_that_blocks_other_checks_is_reported_once():
-    report, code = run(FASTCOLL_SHM_BYTES_PER_RANK="much")
-    problems = [each["about"] for each in report["findings"] if each["level"] == "problem"]
-    assert (problems, code) == (["settings"], 1)
+def test_a_problem_that_blocks_other_checks_is_reported_once(tmp_path):
+    report, code = run(FASTCOLL_SHM_BYTES_PER_RANK="much", NUMBA_CACHE_DIR=str(tmp_path))
+    problems = [each for each in report["findings"] if each["level"] == "problem"]
+    assert ([each["about"] for each in problems], code) == (["settings"], 1)
+    assert "FASTCOLL_SHM_BYTES_PER_RANK='much'" in problems[0]["text"]
     (memory,) = about(report, "shared memory")
     assert "not checked" in memory["text"]
+    (kernels,) = about(report, "compiled code")  # there are none in an empty folder
+    assert (kernels["level"], "python -m fastcoll warmup" in kernels["cure"]) == ("warning", True)
 
 
 def test_a_missing_package_is_named_and_the_rest_is_checked():
     code = "import sys; sys.modules['posix_ipc'] = None; from fastcoll.tools.doctor import main; main(['--json'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = python("-c", code)
     report = json.loads(done.stdout)
     (machine,) = about(report, "machine checks")
     assert (machine["level"], machine["cure"], report["fine"]) == ("problem", "pip install posix_ipc", False)
@@ -109,21 +108,6 @@ def test_the_cure_for_missing_kernels_compiles_them(tmp_path):
     (code_found,) = about(report, "compiled code")
     assert (code_found["level"], code) == ("warning", 0)
     assert "cannot be kept in /proc/none" in code_found["text"]
-
-
-def test_ports_and_interfaces_that_are_not_available():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        master = next(p for p in range(1024, 65536) if port_beside(p) == port)
-        report, code = run(
-            FASTCOLL_PORT_RANGE=f"{port}-{port}", FASTCOLL_SOCKET_IFNAME="nowhere0", MASTER_PORT=str(master)
-        )
-    chosen, store = about(report, "ports")
-    assert (chosen["level"], store["level"], code) == ("problem", "warning", 1)
-    assert f"pid {os.getpid()}" in store["text"]
-    (interface,) = about(report, "interfaces")
-    assert interface["level"] == "problem"
-    assert "nowhere0" in interface["text"]
 
 
 def test_a_machine_where_peers_may_not_read_is_warned_of(monkeypatch):

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from programs import python, until
 
 from fastcoll.record.record import MemberRecord, Record
 from fastcoll.system.processes import status_of
@@ -47,14 +48,6 @@ for step in range(10):
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(x)
 """
-ASLEEP = """
-import threading
-for step in range(10):
-    dist.broadcast(x, 0)
-    if rank == 3 and step == 4:
-        threading.Event().wait()
-    dist.barrier()
-"""
 UNSENT = """
 dist.barrier()
 if rank == 0:
@@ -73,8 +66,7 @@ LIMIT = 120  # s, which only ends a hang
 
 
 def status(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fastcoll", "status", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    return python("-m", "fastcoll", "status", *words)
 
 
 def look(*words: str) -> dict:
@@ -119,28 +111,22 @@ def has_diagnosis(found: dict) -> bool:
     """Return whether all ranks are listed and some have waited for long."""
     held = (" waited in for ", " waited for ", "wait for one another")
     texts = [diagnosis["text"] for diagnosis in found["diagnoses"]]
-    return (
-        len(found["ranks"]) == 4 and bool(texts) and all(any(word in text for word in held) for text in texts)
-    )
+    return len(found["ranks"]) == 4 and texts != [] and all(any(w in text for w in held) for text in texts)
 
 
-OVER_TCP = STOPPED.replace("dist.all_reduce(x)", "dist.all_reduce(np.ones(1 << 16))")
 HANGS = {  # the program; the ranks of the diagnosis, texts in it, and its end
     "a skipped call": (SKIPPED, [0, 2], ["ranks 0 and 2 wait for one another"], "call 8 of group "),
-    "a loop of Python": (IN_A_LOOP, [1], ["rank 1 (pid ", " has not called all_reduce("], "; it runs its own code"),
-    "a lock": (
-        ASLEEP, [3], ["rank 3 (pid ", " has not called barrier(), call 10"], "; it sleeps in its own code"
+    "a loop of Python, over tcp": (
+        IN_A_LOOP, [1], ["rank 1 (pid ", " has not called all_reduce("], "; it runs its own code"
     ),
     "a message": (UNSENT, [1], ["rank 1 (pid "], "; it runs its own code"),
-    "a stopped rank, over tcp": (OVER_TCP, [2], [], "; it is stopped"),
 }  # fmt: skip
-LONG = ("a lock", "a message", "a stopped rank, over tcp")
 
 
 @contextmanager
 def hangs(folder: Path, program: str, texts: list[str], more: str) -> Iterator[dict]:
     """Yield a job whose diagnosis has these texts, as soon as all ranks have reached the hang."""
-    begin = BEGIN.replace("auto", "tcp") if program == OVER_TCP else BEGIN
+    begin = BEGIN.replace("auto", "tcp") if program == IN_A_LOOP else BEGIN
     with job(folder, begin + program) as until:
         yield until(
             lambda found: (
@@ -151,9 +137,7 @@ def hangs(folder: Path, program: str, texts: list[str], more: str) -> Iterator[d
         )
 
 
-@pytest.mark.parametrize(
-    "hang", [pytest.param(hang, marks=pytest.mark.long) if hang in LONG else hang for hang in HANGS]
-)
+@pytest.mark.parametrize("hang", [*list(HANGS)[:2], pytest.param("a message", marks=pytest.mark.long)])
 def test_the_culprit_of_a_job_that_hangs_is_named(hang, tmp_path):
     program, culprits, texts, more = HANGS[hang]
     with hangs(tmp_path, program, texts, more) as found:
@@ -174,9 +158,7 @@ def test_a_stopped_rank_is_named_to_programs_and_to_people(tmp_path):
         (same,) = look(*of_this)["jobs"]
         assert look("--job", same["job"])["jobs"][0]["job"] == same["job"] == found["job"]
     lines = shown.splitlines()
-    (first,) = (
-        number for number, line in enumerate(lines) if "hangs.py" in line and line.startswith("4 ranks")
-    )
+    (first,) = (n for n, line in enumerate(lines) if "hangs.py" in line and line.startswith("4 ranks"))
     assert lines[first + 1].startswith("  rank 2 (pid ")
     assert "next: kill -CONT " in lines[first + 3]
     (row,) = (line.split("\t") for line in lines if line.startswith("-->"))
@@ -199,9 +181,7 @@ def test_a_stopped_job_is_shown_completely_and_goes_on(tmp_path):
         calls = [rank["groups"][0]["calls"] for rank in found["ranks"]]
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
-        until(
-            lambda found: all(r["groups"][0]["calls"] > n for r, n in zip(found["ranks"], calls, strict=True))
-        )
+        until(lambda found: all(r["groups"][0]["calls"] > calls[n] for n, r in enumerate(found["ranks"])))
 
 
 @pytest.mark.long
@@ -216,33 +196,31 @@ def test_a_rank_that_has_left_is_not_taken_for_a_dead_one(tmp_path):
 def test_ranks_that_have_not_met_yet_are_listed(tmp_path):
     """Rank 3 does not join, so no rank is in a group."""
     program = "import os\nif os.environ['RANK'] == '3':\n    while True: pass\n" + BEGIN
+
+    def joining(report: dict) -> dict[str, bool]:
+        outside = [each for each in report["in_no_group"] if str(tmp_path) in each["command"]]
+        return {each["rank"]: each["joining_for"] is not None for each in outside}
+
     with job(tmp_path, program):
-        end, ours = time.monotonic() + LIMIT, {}
-        while time.monotonic() < end and ours != {"0": True, "1": True, "2": True, "3": False}:
-            outside = [each for each in look()["in_no_group"] if str(tmp_path) in each["command"]]
-            ours = {each["rank"]: each["joining_for"] is not None for each in outside}
-    assert ours == {"0": True, "1": True, "2": True, "3": False}, outside
+        until(lambda: joining(look()) == {"0": True, "1": True, "2": True, "3": False})
 
 
 @pytest.mark.long
 def test_a_rank_without_a_launcher_is_listed_while_it_joins(tmp_path):
-    path = tmp_path / "alone.py"
-    path.write_text(
+    (tmp_path / "alone.py").write_text(
         "import sys\nimport fastcoll as dist\n"
         "dist.init_process_group('tcp', f'file://{sys.argv[1]}', 60, 2, int(sys.argv[2]))\nsys.stdin.readline()\n"
     )
-    command = [sys.executable, str(path), str(tmp_path / "meet")]
-    with subprocess.Popen([*command, "1"], stdin=subprocess.PIPE) as first:
-        ours, end = [], time.monotonic() + LIMIT
-        while time.monotonic() < end and not ours:
-            ours = [each for each in look()["in_no_group"] if each["pid"] == first.pid]
-        with subprocess.Popen([*command, "0"], stdin=subprocess.PIPE) as other:
-            joined = False
-            while time.monotonic() < end and not joined:
-                report = look()
-                joined = first.pid in [rank["pid"] for job in report["jobs"] for rank in job["ranks"]]
-            assert joined
-            assert first.pid not in [each["pid"] for each in report["in_no_group"]]
+    command = [sys.executable, "alone.py", str(tmp_path / "meet")]
+
+    def joins(report: dict) -> bool:
+        return first.pid in [each["pid"] for each in report["in_no_group"]]
+
+    with subprocess.Popen([*command, "1"], cwd=tmp_path, stdin=subprocess.PIPE) as first:
+        until(lambda: joins(look()))
+        with subprocess.Popen([*command, "0"], cwd=tmp_path, stdin=subprocess.PIPE) as other:
+            until(lambda: first.pid in [rank["pid"] for job in look()["jobs"] for rank in job["ranks"]])
+            assert not joins(look())
             for rank in (first, other):
                 rank.stdin.close()
 
@@ -263,13 +241,9 @@ def test_a_rank_whose_first_thread_alone_has_ended_is_shown_as_running_on(tmp_pa
     with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
         try:
             assert rank.stdout.readline() == b"up\n"
-            end = time.monotonic() + LIMIT
-            while status_of(rank.pid)[0] != b"Z" and time.monotonic() < end:
-                pass
+            until(lambda: status_of(rank.pid)[0] == b"Z")
             jobs = running.find_jobs()[0]
-            ((job, process),) = (
-                (job, each) for job in jobs for each in job.processes if each.pid == rank.pid
-            )
+            ((job, process),) = ((job, p) for job in jobs for p in job.processes if p.pid == rank.pid)
             assert state_of(process.state).name == "sleeping"
             assert "alone.py" in process.command
             assert job.diagnoses(time.time()) == []

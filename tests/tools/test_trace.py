@@ -9,13 +9,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from programs import python, until
 
 import fastcoll as dist
 from fastcoll import config
@@ -67,9 +67,8 @@ def test_ranks_with_different_calls_are_named() -> None:
         for rank in range(3)
     ]
     found = divergence.summary(dumps)
-    assert found.startswith(
-        "At call 3 of group 'WORLD' the ranks diverged: rank 1 called barrier(), where ranks 0, 2 called"
-    )
+    first = "At call 3 of group 'WORLD' the ranks diverged: rank 1 called barrier(), where ranks 0, 2 called"
+    assert found.startswith(first)
     assert "all_reduce(float32, 4 elements, op=SUM)" in found
 
 
@@ -118,10 +117,8 @@ def test_ranks_in_two_groups_that_wait_for_one_another() -> None:
     wait = Waiting(0, "recv from rank 1", 50 * SECOND, (1,), 1)
     three = dump(2, group(2, [*DONE, call(3, REDUCE, "under way")], waits=(wait,)))
     found = divergence.summary([one, two, three])
-    assert (
-        "Ranks wait for one another in a ring: rank 0 for rank 1 (call 1 of a), rank 1 for rank 0 (call 3 of WORLD)"
-        in found
-    )
+    ring = "rank 0 for rank 1 (call 1 of a), rank 1 for rank 0 (call 3 of WORLD)"
+    assert f"Ranks wait for one another in a ring: {ring}" in found
     found = divergence.waits([one, two, three])
     drawn = ElementTree.fromstring(picture(found, 3, []))
     assert sum(each.tag.endswith("circle") for each in drawn.iter()) == 3
@@ -131,23 +128,15 @@ def test_ranks_in_two_groups_that_wait_for_one_another() -> None:
 
 def test_a_message_that_no_rank_sends() -> None:
     waits = (Waiting(0, "recv from rank 1, tag 3", 50 * SECOND, (1,), 1),)
-    dumps = [
-        dump(0, group(0, DONE, waits=waits)),
-        dump(1, group(1, DONE), place="/home/me/train.py"),
-        dump(2, group(2, DONE)),
-    ]
+    late = dump(1, group(1, DONE), place="/home/me/train.py")
+    dumps = [dump(0, group(0, DONE, waits=waits)), late, dump(2, group(2, DONE))]
     where = "which is in step (train.py:7)"
     assert divergence.summary(dumps) == f"Rank 0 waits for rank 1, {where}: recv from rank 1, tag 3."
 
 
 def test_the_timeline_spreads_calls_that_were_not_timed() -> None:
-    ring = [
-        call(1, began=1000, ended=2000),
-        call(2),
-        call(3),
-        call(4, began=5000, ended=6000),
-        call(5, REDUCE, "under way"),
-    ]
+    ring = [call(1, began=1000, ended=2000), call(2), call(3), call(4, began=5000, ended=6000)]
+    ring += [call(5, REDUCE, "under way")]
     events = [each for each in timeline([dump(0, group(0, ring))])["traceEvents"] if each["ph"] == "X"]
     assert [each["args"]["number"] for each in events] == [1, 2, 3, 4, 5]
     assert [each["args"]["timed"] for each in events] == [True, False, False, True, True]
@@ -217,17 +206,15 @@ def job(
     """Return the folder with the dumps of three ranks of a job that fails."""
     program, folder = tmp_path / "program.py", tmp_path / "traces"
     program.write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "fastcoll.launch", "-n3", *options, str(program), kind, backend], cwd=tmp_path,
-        env={**os.environ, "FASTCOLL_TRACE_DIR": str(folder), **env}, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    words = ["-m", "fastcoll.launch", "-n3", *options, program, kind, backend]
+    environ = {"FASTCOLL_TRACE_DIR": str(folder)}
+    done = python(*words, environ=environ | env, cwd=tmp_path)
     assert done.returncode != 0, done.stderr
     return folder
 
 
 def trace(folder: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fastcoll", "trace", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = python("-m", "fastcoll", "trace", folder)
     assert done.returncode == code, done.stderr
     return done
 
@@ -246,12 +233,11 @@ def test_a_skipped_call(tmp_path: Path, backend: str) -> None:
     (folder / "timeline.json").symlink_to(tmp_path / "program.py")
     found = report(folder)
     assert (tmp_path / "program.py").read_text() == PROGRAM
-    assert (
-        "At call 4 of group 'WORLD' the ranks diverged: rank 2 called all_reduce(float32, 10 elements, op=SUM) at"
-        in found
-    )
+    diverged = "rank 2 called all_reduce(float32, 10 elements, op=SUM) at"
+    assert f"At call 4 of group 'WORLD' the ranks diverged: {diverged}" in found
+    lines = PROGRAM.splitlines()
     barrier, all_reduce = (
-        PROGRAM.splitlines().index(line) + 1 for line in ("    dist.barrier()", "dist.all_reduce(x[:10])")
+        lines.index(line) + 1 for line in ("    dist.barrier()", "dist.all_reduce(x[:10])")
     )
     assert f"program.py:{all_reduce}, where ranks 0, 1 called barrier() at" in found
     assert f"program.py:{barrier}." in found
@@ -299,9 +285,7 @@ def test_the_first_call_over_connections_that_are_not_established(tmp_path: Path
     assert "waits for rank 0" in found or "which rank 0 never called" in found, found
 
 
-def test_sigquit_writes_the_stacks_of_a_rank_whose_python_is_stuck_and_others_read_its_record(
-    tmp_path: Path,
-) -> None:
+def test_sigquit_writes_the_stacks_of_a_stuck_rank_and_others_read_its_record(tmp_path: Path) -> None:
     program, folder, port = tmp_path / "program.py", tmp_path / "traces", free_port()
     program.write_text(PROGRAM)
     ranks = [
@@ -315,26 +299,22 @@ def test_sigquit_writes_the_stacks_of_a_rank_whose_python_is_stuck_and_others_re
     try:
         assert ranks[1].stdout is not None
         assert ranks[1].stdout.readline().split() == ["stuck", str(ranks[1].pid)]
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            first, stuck = read(ranks[0].pid), read(ranks[1].pid)
-            if first and stuck and first.groups[0].late == 1 and first.groups[0].waits:
-                break
-            time.sleep(0.01)
-        assert (
-            signature.describe(*first.groups[0].under_way.head) == "all_reduce(float32, 10 elements, op=SUM)"
-        )
-        assert first.groups[0].waits[0].ranks == (1,)
-        assert (stuck.groups[0].calls, stuck.groups[0].under_way) == (3, None)
+
+        def waits() -> bool:
+            record = read(ranks[0].pid)
+            return record is not None and record.groups[0].late == 1 and record.groups[0].waits != ()
+
+        until(waits)
+        (first,), (stuck,) = (read(rank.pid).groups for rank in ranks)
+        assert signature.describe(*first.under_way.head) == "all_reduce(float32, 10 elements, op=SUM)"
+        assert first.waits[0].ranks == (1,)
+        assert (stuck.calls, stuck.under_way) == (3, None)
         for rank in ranks:
             rank.send_signal(signal.SIGQUIT)
         stacks = folder / f"rank-1-of-2.{os.uname().nodename}.{ranks[1].pid}.stacks"
-        while time.monotonic() < deadline and "program.py" not in stacks.read_text():
-            time.sleep(0.01)
+        until(lambda: "program.py" in stacks.read_text())
         assert "most recent call first" in stacks.read_text()
-        while time.monotonic() < deadline and not load(folder):
-            time.sleep(0.01)
-        (mine,) = load(folder)
+        (mine,) = until(lambda: load(folder))
         assert (mine.rank, mine.reasons[0].why) == (0, "SIGQUIT")
         assert mine.program_line().startswith("<module> (program.py:")
         assert all(rank.poll() is None for rank in ranks)
@@ -423,17 +403,13 @@ def test_a_users_own_handler_of_sigquit_stays(tmp_path: Path) -> None:
         "os.kill(os.getpid(), signal.SIGQUIT)\n"
     )
     folder = tmp_path / "traces"
-    env = {**os.environ, "FASTCOLL_TRACE_DIR": str(folder)}
-    done = subprocess.run(
-        [sys.executable, str(program)], env=env, capture_output=True, text=True, timeout=120
-    )
+    environ = {"FASTCOLL_TRACE_DIR": str(folder)}
+    done = python(program, environ=environ)
     assert (done.returncode, done.stdout) == (0, "mine\nmine\n"), done.stderr
     assert not folder.exists()
     # Without one, SIGQUIT dumps while there are groups, and ends the program as usual afterwards.
     program.write_text(program.read_text().replace("signal.signal(", "("))
-    done = subprocess.run(
-        [sys.executable, str(program)], env=env, capture_output=True, text=True, timeout=120
-    )
+    done = python(program, environ=environ)
     assert done.returncode == -signal.SIGQUIT
     (mine,) = load(folder)
     assert mine.reasons[0].why == "SIGQUIT"
