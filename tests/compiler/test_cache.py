@@ -8,16 +8,15 @@ import os
 import pwd
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import Mock
 
 import pytest
+from programs import at_once, until
 from together import together
 
 from fastcoll.compiler import cache, cache_files, jit
@@ -61,24 +60,13 @@ def copy_of_the_kernels(folder: Path) -> Path:
 
 def first_uses(sources: Path, processes: int) -> list[Use]:
     """Run some new processes at once."""
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", FIRST_USE],
-            cwd=sources,
-            # Python's own cache uses modification times, too.
-            env={"NUMBA_CACHE_DIR": str(sources.parent / "cache"), "PYTHONDONTWRITEBYTECODE": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(processes)
-    ]
+    # Python's own cache uses modification times, too.
+    environ = {"NUMBA_CACHE_DIR": str(sources.parent / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
     uses = []
-    for process in running:
-        out, err = process.communicate(timeout=600)
-        assert process.returncode == 0, err
-        one, two, greater, imported = map(int, out.split())
-        uses.append(Use((one, two), greater, bool(imported), err.splitlines()))
+    for done in at_once([[sys.executable, "-c", FIRST_USE]] * processes, cwd=sources, env=environ):
+        assert done.returncode == 0, done.stderr
+        one, two, greater, imported = map(int, done.stdout.split())
+        uses.append(Use((one, two), greater, bool(imported), done.stderr.splitlines()))
     return uses
 
 
@@ -114,19 +102,14 @@ def test_the_content_of_the_sources_counts(uses):
     assert [use.greater for found in uses.values() for use in found] == [7] * 5
 
 
-def test_one_process_logs_the_compilations(uses):
+def test_one_process_logs_the_compilations_and_loading_imports_no_numba(uses):
     said = [line for use in uses["first"] for line in use.says]
     assert 1 <= len(said) <= 2, said  # two may compile one each at the same time, and only one of them logs
-    assert [line.partition(":")[0] for line in uses["edited"][0].says] == [
-        "fastcoll compiles reductions of float32",
-        "fastcoll compiles reductions of float64",
-    ]
-    assert uses["touched"][0].says == []
-
-
-def test_loading_imports_neither_numba_nor_llvmlite(uses):
-    assert not uses["touched"][0].imports_numba
-    assert uses["edited"][0].imports_numba  # otherwise the line above proves nothing
+    edited, touched = uses["edited"][0], uses["touched"][0]
+    compiled = [f"fastcoll compiles reductions of {dtype}" for dtype in ("float32", "float64")]
+    assert [line.partition(":")[0] for line in edited.says] == compiled
+    assert (touched.says, touched.imports_numba) == ([], False)
+    assert edited.imports_numba  # otherwise the line above proves nothing
 
 
 @pytest.fixture
@@ -142,18 +125,10 @@ def lock_tries(monkeypatch, tmp_path):
     return tries
 
 
-def wait_for(number, things):
-    """Wait until there are so many."""
-    deadline = time.monotonic() + 60
-    while len(things()) < number:
-        assert time.monotonic() < deadline, things()
-        time.sleep(0.001)
-
-
 def test_a_long_compilation_is_logged_repeatedly(monkeypatch, caplog, lock_tries):
     monkeypatch.setattr(cache, "_NEXT_LOG", 0.01)
     with cache.ProgressLog("x", " (y)"):
-        wait_for(2, lambda: caplog.messages)
+        until(lambda: len(caplog.messages) >= 2)
     for message in caplog.messages[:2]:
         assert re.fullmatch(r"fastcoll compiles x: \d+ s so far \(y\)", message)
 
@@ -166,7 +141,7 @@ def test_short_compilations_add_up_to_a_log_line(monkeypatch, caplog, lock_tries
     monkeypatch.setattr(cache, "_FIRST_LOG", cache.ProgressLog._unlogged)
     monkeypatch.setattr(cache, "_NEXT_LOG", 1000)
     with cache.ProgressLog("b"):
-        wait_for(1, lambda: caplog.messages)
+        until(lambda: caplog.messages)
     (said,) = caplog.messages
     assert re.fullmatch(r"fastcoll compiles b: \d+ s so far, \d+ s for 1 before it", said)
 
@@ -174,9 +149,9 @@ def test_short_compilations_add_up_to_a_log_line(monkeypatch, caplog, lock_tries
 def test_of_two_compiling_processes_one_logs(monkeypatch, caplog, lock_tries):
     monkeypatch.setattr(cache, "_NEXT_LOG", 1000)
     with cache.ProgressLog("a"):
-        wait_for(1, lambda: caplog.messages)
+        until(lambda: caplog.messages)
         with cache.ProgressLog("b"):
-            wait_for(2, lambda: lock_tries)
+            until(lambda: len(lock_tries) >= 2)
     assert lock_tries[:2] == [True, False]
     (said,) = caplog.messages
     assert re.fullmatch(r"fastcoll compiles a: \d+ s so far", said)
@@ -214,9 +189,8 @@ def test_where_the_code_is_looked_for(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "relative")
     assert cache_files.folders("/work/x.py") == [beside]
     monkeypatch.delenv("HOME")
-    monkeypatch.setattr(
-        pwd, "getpwuid", lambda uid: {}[uid]
-    )  # as in a container for a user without an entry in its database
+    # As in a container for a user without an entry in its database.
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
     assert cache_files.folders("/work/x.py") == [beside]
 
 
@@ -229,7 +203,7 @@ def test_code_that_others_may_have_written_is_not_run(monkeypatch, tmp_path, com
     assert compiles()
     (said,) = [each for each in caplog.messages if "not used" in each]
     assert re.match(
-        rf"compiled code in {opened} is not used, since others may write to it \(mode 0.*chmod go-w", said
+        rf"compiled code in {opened} is not used, since others may write to it \(mode 0.*go-w", said
     )
     assert compiles() is (what == "folder")  # the file is replaced, the folder is not changed
 
@@ -281,9 +255,14 @@ def identity(x: Index) -> int:
 
 
 @pytest.fixture
-def compiles(monkeypatch, tmp_path):
-    """Return whether a new entry had to be compiled into a folder that has the code of an earlier one."""
+def own_folder(monkeypatch, tmp_path):
+    """Keep compiled code in this test's folder."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def compiles(own_folder):
+    """Return whether a new entry had to be compiled into a folder that has the code of an earlier one."""
     cache._platform.cache_clear()
 
     def compiles() -> bool:
@@ -359,15 +338,13 @@ def test_code_beside_sources_that_this_user_cannot_write_to_is_taken(monkeypatch
     assert not compiles()
 
 
-def test_threads_that_need_the_same_code_compile_it_once(monkeypatch, tmp_path):
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+def test_threads_that_need_the_same_code_compile_it_once(own_folder):
     before, new = cache.KernelCache.compiled, jit.entry(identity)
     assert together(*[lambda n=n: new.call(n) for n in range(8)]) == [*range(8)]
     assert cache.KernelCache.compiled == before + 1
 
 
-def test_a_process_that_is_forked_while_a_thread_compiles_can_compile(monkeypatch, tmp_path):
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+def test_a_process_that_is_forked_while_a_thread_compiles_can_compile(own_folder):
     jit.entry(identity).compile()
     with jit._compiling:
         child = os.fork()
@@ -379,8 +356,7 @@ def test_a_process_that_is_forked_while_a_thread_compiles_can_compile(monkeypatc
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
 
 
-def test_a_function_with_a_closure_is_not_kept(monkeypatch, tmp_path):
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+def test_a_function_with_a_closure_is_not_kept(own_folder, tmp_path):
     for number in (3, 4):
 
         def adds(x: Index) -> int:
@@ -398,9 +374,7 @@ def test_another_process_that_compiles_for_ever_is_not_waited_for(monkeypatch, t
         assert cache._acquire(str(path)) is None
 
 
-def test_a_compilation_that_fails_can_be_tried_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-
+def test_a_compilation_that_fails_can_be_tried_again(own_folder):
     @jit.entry
     def undefined(x: Index) -> int:
         return integer(x).nothing

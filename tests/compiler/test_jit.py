@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import python
 
 from fastcoll.compiler import jit
 from fastcoll.kernels.copy import copy
@@ -82,8 +80,5 @@ def test_an_exit_hook_may_compile(tmp_path: Path) -> None:
     """The hook that leaves a job does, if no call has needed a kernel for leaving yet."""
     program = tmp_path / "program.py"
     program.write_text(COMPILES_AT_EXIT)
-    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, timeout=100, env=env, check=False
-    )
+    done = python(program, environ={"NUMBA_CACHE_DIR": str(tmp_path)})
     assert (done.returncode, done.stdout.split()[-1:]) == (0, ["9"]), done.stderr

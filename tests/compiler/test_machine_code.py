@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
-import sys
 
 import pytest
 from numba import types
+from programs import python
 
 from fastcoll.compiler import compiling, machine_code
 from fastcoll.compiler.jit import external, kernel
@@ -76,10 +75,7 @@ def test_a_processor_is_the_same_on_each_core_and_in_each_process():
     cores = sorted(os.sched_getaffinity(0))
     answers = set()
     for core in (cores[0], cores[-1]):
-        done = subprocess.run(
-            [sys.executable, "-c", f"import os; os.sched_setaffinity(0, [{core}]); {code}"],
-            capture_output=True, text=True, timeout=600, check=True,
-        )  # fmt: skip
+        done = python("-c", f"import os; os.sched_setaffinity(0, [{core}]); {code}", check=True)
         answers.add(done.stdout.strip())
     assert answers == {machine_code.processor().hex()}
     words = machine_code.processor()

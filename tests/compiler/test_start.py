@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import python_ranks
 
 from fastcoll.core.reduce_op import ReduceOp
 from fastcoll.kernels.reduce import reducer
@@ -22,7 +20,7 @@ import numpy as np
 import fastcoll as dist
 from conformance.test_every_operation import ROWS
 
-meeting, backend, rank, size = *sys.argv[1:3], *map(int, sys.argv[3:])
+meeting, backend, rank, size = *sys.argv[1:3], int(sys.argv[3]), SIZE
 dist.init_process_group(backend, f"file://{meeting}", world_size=size, rank=rank)
 for row in ROWS.values():
     for count in (5, 100_000):
@@ -40,21 +38,6 @@ dist.destroy_process_group()
 """
 
 
-def run(folder, backend: str, size: int) -> set[str]:
-    """Run a job; return the output of each rank."""
-    with ExitStack() as started:
-        ranks = []
-        for rank in range(size):
-            command = [sys.executable, "-c", JOB, str(folder / "meeting"), backend, str(rank), str(size)]
-            env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-            rank_of_it = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
-            ranks.append(started.enter_context(rank_of_it))
-            started.callback(ranks[-1].kill)
-        said = [rank.communicate(timeout=600)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * size
-    return set(said)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def code_on_the_disk() -> None:
     for entry in (*shm.ENTRIES, *net.ENTRIES):
@@ -67,4 +50,7 @@ def code_on_the_disk() -> None:
     "backend", ["shm", *(pytest.param(other, marks=pytest.mark.long) for other in ("tcp", "auto"))]
 )
 def test_ranks_run_every_operation_without_numba_and_then_compile_a_users_function(tmp_path, backend):
-    assert run(tmp_path, backend, 2) == {"imported:\n"}
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    words = ["-c", JOB.replace("SIZE", "2"), tmp_path / "meeting", backend]
+    ends = python_ranks(2, *words, env=environ)
+    assert [(end.returncode, end.stdout) for end in ends] == [(0, "imported:\n")] * 2, ends

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import python
 
 import fastcoll
 from fastcoll import warmup
@@ -23,9 +21,8 @@ PACKAGE = Path(fastcoll.__file__).parent
 
 
 def run(*arguments: str, cache: Path) -> str:
-    command = [sys.executable, "-m", "fastcoll.warmup", *arguments]
-    env = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True, env=env)
+    environ = {"NUMBA_CACHE_DIR": str(cache)}
+    done = python("-m", "fastcoll.warmup", *arguments, environ=environ, check=True)
     assert not done.stderr
     return done.stdout
 
@@ -78,11 +75,8 @@ def test_code_for_compiled_callers_is_compiled_on_request(monkeypatch, tmp_path)
     }
     assert where == {"kernels/c_entries.py", "kernels/call_frames.py", "shm/callers.py"}
     code = "from fastcoll import warmup; print([warmup._make(name).new for name in ('njit.c_entry', 'njit.barrier')])"
-    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     for new in (True, False):
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True, env=env
-        )
+        done = python("-c", code, environ={"NUMBA_CACHE_DIR": str(tmp_path)}, check=True)
         assert done.stdout.split("\n")[0] == str([new, new])
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -30,17 +30,6 @@ with TCPStore("127.0.0.1", 0, is_master=True) as store:
 """
 
 
-@pytest.fixture
-def server() -> Iterator[subprocess.Popen[str]]:
-    """Run a process that serves a store and prints its port."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    yield process
-    process.kill()
-    process.communicate()
-
-
 def job_of(store: Store, rank: int, size: int = 2, close: bool = True) -> Job:
     """Return a job of two or more ranks; the processes of the others cannot be checked from here."""
     here = Member.here(0, size, "tcp")
@@ -49,16 +38,18 @@ def job_of(store: Store, rank: int, size: int = 2, close: bool = True) -> Job:
     return Job(lease, parse_backend(None), 60.0)
 
 
-def test_a_stopped_store_does_not_delay_leaving(
-    server: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_store_does_not_delay_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_store, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(leases, "_PUBLISH_SECONDS", 0.1)
-    assert server.stdout is not None
-    store = TCPStore("127.0.0.1", int(server.stdout.readline()), timeout=3000)
-    os.kill(server.pid, signal.SIGSTOP)
-    job_of(store, 1).lease.leave(3000)
-    assert store.timeout == timedelta(seconds=3000)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SERVE], **pipes) as server:
+        try:
+            store = TCPStore("127.0.0.1", int(server.stdout.readline()), timeout=3000)
+            os.kill(server.pid, signal.SIGSTOP)
+            job_of(store, 1).lease.leave(3000)
+            assert store.timeout == timedelta(seconds=3000)
+        finally:
+            server.kill()
 
 
 class Counting(HashStore):
@@ -73,9 +64,7 @@ class Counting(HashStore):
         return super()._ask(request)
 
 
-def test_a_rank_that_is_late_in_new_group_costs_the_others_few_requests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_is_late_in_new_group_costs_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "SLICE_SECONDS", 0.001)
     monkeypatch.setattr(waiting, "LOOKS_PER_SECOND", 1e9)
     size, store, looks = 1000, Counting(), 20
@@ -93,14 +82,13 @@ def test_a_rank_that_is_late_in_new_group_costs_the_others_few_requests(
 
     job.lease.raise_if_left = look  # type: ignore[method-assign]
     assert subgroups._answers(job, "group0", range(size), 300.0, "testing") == [b"digest"] * size
-    assert (
-        store.requests < 4 * 20
-    )  # per check: the wait before it, the late ranks, and whether they have left
+    # Per check: the wait before it, the late ranks, and whether they have left.
+    assert store.requests < 4 * 20
     assert store.keys < 23 * size  # each wait lists all keys; apart from that, each key is looked up once
 
 
 def test_ranks_that_ask_for_the_same_group_write_its_ranks_once() -> None:
-    size, store = 1000, Counting()
+    size, store = 200, Counting()
     ranks = list(range(size))
     for rank in ranks:
         subgroups._ask(job_of(store, rank, size), "group0", ranks, "cpu:auto")

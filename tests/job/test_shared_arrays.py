@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -18,6 +14,7 @@ import pytest
 from conformance import test_every_operation
 from conformance.test_every_operation import ROWS, numbers
 from oracle import assert_same, reduced, values
+from programs import python, until
 
 import fastcoll as dist
 from fastcoll import ReduceOp, config, shared_arrays
@@ -40,7 +37,7 @@ def everywhere() -> Iterator[None]:
 # ---- the switches ---------------------------------------------------------------------------------------------------
 
 
-def test_arrays_of_a_block_are_shared_and_stay_so() -> None:
+def test_arrays_of_a_block_are_shared_and_stay_so_and_an_error_ends_it() -> None:
     with shared_arrays():
         x = np.ones(LARGE, F4)
         with shared_arrays():
@@ -50,9 +47,6 @@ def test_arrays_of_a_block_are_shared_and_stay_so() -> None:
     for ordinary in (x + y, x[:100].copy(), np.zeros(5), [1.0], None):
         assert not is_shared(ordinary)
     np.testing.assert_array_equal(z, np.repeat(np.array([1, 2], F4), LARGE))
-
-
-def test_an_error_in_a_block_ends_the_block() -> None:
     block = shared_arrays()
     for _ in range(2):
         with pytest.raises(ZeroDivisionError), block:
@@ -124,10 +118,7 @@ def test_the_setting_is_read_when_a_process_joins() -> None:
         print(fastcoll.shared_arrays.contains(x + 1))
     """
     for setting, answer in (("1", "True"), ("0", "False")):
-        environment = {**os.environ, "FASTCOLL_SHARED_ARRAYS": setting}
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment
-        )
+        done = python("-c", code, environ={"FASTCOLL_SHARED_ARRAYS": setting})
         assert done.stdout == f"{answer} {answer} True\n{answer}\n", done.stderr
     assert config.SETTINGS["FASTCOLL_SHARED_ARRAYS"].default == 0
 
@@ -145,24 +136,13 @@ def test_without_an_arena_arrays_are_ordinary(tmp_path: Any) -> None:
         fastcoll.shared_arrays.enable()
         print(fastcoll.shared_arrays.contains(x), (x == 2).all())
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = python("-c", code)
     # A kernel that is not cached yet may take longer than a second, which is logged, too.
     said = [line for line in done.stdout.splitlines() if not line.startswith("fastcoll compiles")]
     warning, answer = said
     assert "shared arrays are made in ordinary memory: cannot make the arena of shared arrays" in warning
     assert answer == "False True"
     assert done.stderr == ""
-
-
-def test_torch_keeps_the_memory() -> None:
-    torch = pytest.importorskip("torch")
-    with shared_arrays():
-        x = np.ones(LARGE, F4)
-    y = torch.from_numpy(x)
-    del x
-    y += 1
-    assert is_shared(y.numpy())
-    assert (y.numpy() == 2).all()
 
 
 # ---- collectives: which ranks have shared arrays, and their sizes ---------------------------------------------------
@@ -188,7 +168,7 @@ def reduce_by_max(rank: int, n: int, count: int) -> None:
     assert_same(x, reduced(given, ReduceOp.MAX), "all_reduce")
 
 
-@pytest.mark.ranks(2, 3, 5, 8)
+@pytest.mark.ranks(2, 3, 5)
 @pytest.mark.parametrize("who", WHO)
 def test_every_collective(rank: int, who: str, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with shared_arrays() if WHO[who](rank) else nullcontext():
@@ -278,9 +258,10 @@ def test_the_last_reference_frees_an_array(rank: int, world_size: int) -> None:
     work.wait()
     assert arena.bytes_in_use() >= used + (4 << 20)
     del work
-    end = time.monotonic() + 30
-    while arena.bytes_in_use() > used:  # the thread that executed it may not have released it yet
-        assert time.monotonic() < end
+
+    def is_freed() -> bool:
         gc.collect()
-        time.sleep(0.001)
+        return arena.bytes_in_use() <= used
+
+    until(is_freed)  # the thread that executed it may not have released it yet
     assert arena.bytes_in_use() == used

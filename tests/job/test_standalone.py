@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from faults.crew import nothing_left
+from programs import python_ranks
 
 import fastcoll as dist
 from fastcoll.errors import AbortedError, NotInitializedError, StoreTimeoutError, UsageError
@@ -95,14 +94,9 @@ dist.all_reduce(x, group=group, async_op=True)  # completed at exit
 
 
 def test_a_program_that_does_not_leave_leaves_at_exit(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "store")]
     with nothing_left():
-        programs = [
-            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            for rank in range(2)
-        ]
-        ends = [(*program.communicate(timeout=60), program.returncode) for program in programs]
-    assert [code for *_, code in ends] == [0, 0], ends
+        ends = python_ranks(2, "-c", PROGRAM, tmp_path / "store")
+    assert [end.returncode for end in ends] == [0, 0], ends
 
 
 @pytest.mark.ranks(1, init=False)
