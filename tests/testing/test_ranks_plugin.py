@@ -452,20 +452,24 @@ def test_a_rank_that_cannot_import_the_test_shows_why(inner: InnerRun) -> None:
 AWAY = file(
     "test_away.py",
     """
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+before = os.getcwd()
+
+def test_goes_elsewhere(tmp_path):
+    os.chdir(tmp_path)
 
 @pytest.mark.ranks(2, init=False, fresh=True)
 def test_away(rank):
     pass
+
+def test_comes_back():
+    os.chdir(before)
 """,
 )
 
 
 def test_ranks_start_though_the_directory_has_changed(inner: InnerRun) -> None:
     """The run's arguments are paths relative to the directory in which it began."""
-    assert inner.outcomes(AWAY) == {"passed": 1}
+    assert inner.outcomes(AWAY) == {"passed": 3}
 
 
 WRONG_PLACES = file(

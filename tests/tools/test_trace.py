@@ -276,12 +276,12 @@ def test_dumps_show_which_rank_was_late_and_no_secret(tmp_path: Path, kind: str,
 
 @pytest.mark.long
 def test_the_first_call_over_connections_that_are_not_established(tmp_path: Path) -> None:
-    """Ranks wait for each other before the call."""
+    """Rank 1 waits for rank 0 before the call."""
     text = (
-        "import time\nimport numpy as np\nimport fastcoll as dist\ndist.init_process_group('tcp', timeout=60)\n"
-        "dist.group.WORLD.timeout = 2\nwhile dist.get_rank() == 0:\n    time.sleep(0.01)\ndist.all_reduce(np.ones(4))\n"
+        "import signal\nimport numpy as np\nimport fastcoll as dist\ndist.init_process_group('tcp', timeout=60)\n"
+        "dist.group.WORLD.timeout = 0.5\nif dist.get_rank() == 0: signal.pause()\ndist.all_reduce(np.ones(4))\n"
     )
-    found = report(job(tmp_path, "", text=text))
+    found = report(job(tmp_path, "", "", "-n2", text=text))
     assert "waits for rank 0" in found or "which rank 0 never called" in found, found
 
 
