@@ -12,16 +12,17 @@ import sys
 import termios
 
 import pytest
+from programs import python
 
 from fastcoll.bench import tune
 from fastcoll.bench.command import main, pictures
 
-BENCH = [sys.executable, "-m", "fastcoll.bench"]
-LAUNCH = [sys.executable, "-m", "fastcoll.launch"]
+BENCH = ["-m", "fastcoll.bench"]
+LAUNCH = ["-m", "fastcoll.launch"]
 
 
 def run(command, words, **options):
-    return subprocess.run([*command, *words.split()], capture_output=True, text=True, timeout=600, **options)
+    return python(*command, *words.split(), **options)
 
 
 @pytest.mark.long
@@ -69,8 +70,7 @@ def test_wrong_results_are_exit_code_1(tmp_path):
         "import fastcoll\nreal = fastcoll.broadcast\n"
         "fastcoll.broadcast = lambda x, *rest: real(x, *rest) if x.dtype == 'int64' else None\n"
     )
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = run(BENCH, "broadcast -e 8 --iters 3", env=environ)
+    done = run(BENCH, "broadcast -e 8 --iters 3", environ={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 1, done.stderr
     assert "4 FAILED" in done.stdout
 
@@ -141,7 +141,7 @@ def on_terminal(words, **environ):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     settings = {**os.environ, "TERM": "xterm-256color", **environ}
-    process = subprocess.Popen([*BENCH, *words.split()], stdout=theirs, env=settings)
+    process = subprocess.Popen([sys.executable, *BENCH, *words.split()], stdout=theirs, env=settings)
     os.close(theirs)
     got = bytearray()
     # EIO: the last writer has closed the terminal

@@ -8,23 +8,26 @@ from fastcoll.bench import measuring
 from fastcoll.bench.measuring import Schedule, measure, schedule, time_batches
 
 
-def test_short_calls_share_batches_and_long_ones_do_not():
+@pytest.mark.parametrize(
+    ("seconds", "limit", "iterations", "planned"),
+    [
+        (1e-3, 0.1, None, Schedule(100, 1)),
+        (1e-3, 1e308, None, Schedule(100_000, 1)),
+        (1e-3, 0.1, 7, Schedule(7, 1)),
+        (1e-6, 0.1, 7, Schedule(1, 7)),
+        (1e-6, 0.1, 60, Schedule(3, 20)),
+        (1e-6, 0.1, 70, Schedule(5, 14)),
+    ],
+)
+def test_how_many_calls_are_timed(seconds, limit, iterations, planned):
+    assert schedule(seconds, limit, iterations) == planned
+
+
+def test_short_calls_share_batches_and_there_are_limits():
     assert schedule(1e-6, 0.1).calls == 20
-    assert schedule(1e-3, 0.1) == Schedule(100, 1)
-
-
-def test_limits():
     assert schedule(1.0, 0.1).batches == 20
     short = schedule(0.0, 1000.0)
     assert short.batches * short.calls <= 100_000
-    assert schedule(1e-3, 1e308) == Schedule(100_000, 1)
-
-
-def test_iterations_as_asked():
-    assert schedule(1e-3, 0.1, 7) == Schedule(7, 1)
-    assert schedule(1e-6, 0.1, 7) == Schedule(1, 7)
-    assert schedule(1e-6, 0.1, 60) == Schedule(3, 20)
-    assert schedule(1e-6, 0.1, 70) == Schedule(5, 14)
 
 
 def test_median_and_p99_are_over_batches(monkeypatch):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
+from programs import python
 
 from fastcoll.bench import tune
 from fastcoll.bench.tune import SIZES, Measured, best_limit
@@ -38,9 +37,8 @@ def test_a_run_writes_its_results(tmp_path, ranks):
         "tune.CLASSES, tune.SIZES = tune.CLASSES[:4], tune.SIZES[:4]\n"
     )
     places = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "FASTCOLL_TUNING": str(path), "PYTHONPATH": places}
-    words = [sys.executable, "-m", "fastcoll.bench", "--tune", "-n", str(ranks)]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=600)
+    environ = {"FASTCOLL_TUNING": str(path), "PYTHONPATH": places}
+    done = python("-m", "fastcoll.bench", "--tune", "-n", ranks, environ=environ)
     assert done.returncode == 0, done.stderr
     (section,) = tuning_cache.parse(path.read_text())
     assert (section["ranks"], section.get("one_shot") in (None, 0, *SIZES[:4])) == (ranks, True)

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import until
 
 import fastcoll
 from fastcoll.testing.worker import shm_names
@@ -279,7 +280,4 @@ def nothing_left() -> Iterator[None]:
     """
     before = shm_names()
     yield
-    end = time.monotonic() + 60
-    while left := shm_names() - before:
-        assert time.monotonic() < end, f"left in /dev/shm: {left}"
-        time.sleep(0.05)
+    until(lambda: shm_names() <= before, lambda: f"left in /dev/shm: {shm_names() - before}")

@@ -174,7 +174,7 @@ def shrink_without_one_that_left(rank: int, n: int, url: str, backend: str) -> d
         net_victims.await_all(shrunk)
         return {}
     _meet()
-    dist.shrink(timeout=30)
+    dist.shrink()
     shrunk[rank].touch()
     return _sum()
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import select
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from programs import python
+from programs import python, until
 
 import fastcoll as dist
 from fastcoll import ReduceOp
@@ -23,39 +22,23 @@ def dawdle(a, b):
     return a
 
 
-def reduce_on_rank_0(group, rank, op):
+@pytest.mark.ranks(2, fresh=True, may_die=(1,))
+@pytest.mark.parametrize("how", ["leaves", pytest.param("dies", marks=pytest.mark.long)])
+def test_a_rank_may_leave_or_die_when_its_part_is_done(rank, world_size, how):
     """Rank 1 arrives late and finishes long before rank 0, which checks its peers several times meanwhile."""
-    x = np.ones(8 * 32_768)
-    first = group.monitor.members[0].pid
-    while rank == 1 and not any(each.late == 1 for each in read(first).groups):
-        time.sleep(0.01)
-    group.reduce(x, 0, op)
-    return x
-
-
-@pytest.mark.ranks(2)
-def test_a_rank_may_leave_when_its_part_is_done(rank, world_size):
     op = ReduceOp.custom(dawdle)
     dist.reduce(np.ones(8), 0, op)
     group = dist.new_group()
     group.barrier()
-    x = reduce_on_rank_0(group, rank, op)
+    x, first = np.ones(8 * 32_768), group.monitor.members[0].pid
+    if rank == 1:
+        until(lambda: any(each.late == 1 for each in read(first).groups))
+    group.reduce(x, 0, op)
+    if rank == 1 and how == "dies":
+        os._exit(0)
     group.close()
     assert np.isfinite(x).all()
-    assert (x == 1).all() == (rank == 1)
-    dist.barrier()
-
-
-@pytest.mark.long
-@pytest.mark.ranks(2, fresh=True, may_die=(1,))
-def test_a_rank_may_die_when_its_part_is_done(rank, world_size):
-    op = ReduceOp.custom(dawdle)
-    dist.reduce(np.ones(8), 0, op)
-    dist.barrier()
-    x = reduce_on_rank_0(dist.GroupMember.WORLD, rank, op)
-    if rank == 1:
-        os._exit(0)
-    assert not (x == 1).any()
+    assert ((x == 1) == (rank == 1)).all()
 
 
 TRAIN = """

@@ -46,13 +46,8 @@ dist.destroy_process_group()
 """
 
 
-def run_in_small_shm(tmp_path, size: str, program: str = PROGRAM) -> list[str]:
-    """Return a program's results and warnings in a mount namespace whose /dev/shm has `size`."""
-    return run_behind(tmp_path, f"mount -t tmpfs -o size={size} tmpfs /dev/shm", program)
-
-
 def run_behind(tmp_path, mount: str, program: str = PROGRAM) -> list[str]:
-    """Return a program's results and warnings, run by a command that mounts file systems."""
+    """Return a program's results and warnings in a mount namespace, after a command that mounts file systems."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to mount a small /dev/shm in a namespace of its own")
     script = tmp_path / "program.py"
@@ -64,37 +59,31 @@ def run_behind(tmp_path, mount: str, program: str = PROGRAM) -> list[str]:
     return results
 
 
-@pytest.mark.long
-def test_too_small_is_refused_with_sizes_and_the_cure_on_every_rank(tmp_path):
-    for result in run_in_small_shm(tmp_path, "16k"):
-        assert "RESULT 0" in result
-        assert "KiB free" in result
-        assert "--shm-size" in result
-
-
+SHM = "mount -t tmpfs -o {} tmpfs /dev/shm"
 DEVICES = "mknod /dev/null c 1 3 && mknod /dev/urandom c 1 9 && chmod 666 /dev/null /dev/urandom"
-WITHOUT = {
-    "read-only": ("mount -t tmpfs -o ro tmpfs /dev/shm", "cannot create shared memory in /dev/shm: "),
-    "missing": (f"mount -t tmpfs tmpfs /dev && {DEVICES}", "there is no /dev/shm; "),
+MOUNT = "mount a writable tmpfs there"
+REFUSED = {
+    "too small": (SHM.format("size=16k"), ["KiB free", "--shm-size"]),
+    "read-only": (SHM.format("ro"), ["cannot create shared memory in /dev/shm: ", MOUNT]),
+    "missing": (f"mount -t tmpfs tmpfs /dev && {DEVICES}", ["there is no /dev/shm; ", MOUNT]),
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", WITHOUT)
-def test_missing_or_read_only_shared_memory_is_reported_with_the_cure_on_every_rank(tmp_path, how):
-    mount, text = WITHOUT[how]
+@pytest.mark.parametrize("how", REFUSED)
+def test_unusable_shared_memory_is_refused_with_the_cure_on_every_rank(tmp_path, how):
+    mount, texts = REFUSED[how]
     for result in run_behind(tmp_path, mount):
         assert result.startswith("RESULT 0 ")
-        assert text in result
-        assert "mount a writable tmpfs there" in result
+        assert all(text in result for text in texts), result
 
 
 def test_small_shared_memory_means_smaller_segments(tmp_path):
-    assert run_in_small_shm(tmp_path, "1m") == ["RESULT 0 "] * 2
+    assert run_behind(tmp_path, SHM.format("size=1m")) == ["RESULT 0 "] * 2
 
 
 def test_shared_arrays_beyond_the_free_memory_are_ordinary_ones(tmp_path):
-    warning, arrays, afterwards = run_in_small_shm(tmp_path, "16m", ARRAYS)
+    warning, arrays, afterwards = run_behind(tmp_path, SHM.format("size=16m"), ARRAYS)
     assert "WARNING /dev/shm is full, so new shared arrays are made in ordinary memory" in warning
     assert "--shm-size" in warning
     assert arrays == "RESULT 14 True"  # a sixteenth is left for other processes

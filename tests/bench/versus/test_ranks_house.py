@@ -2,21 +2,17 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import python
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 
 
 def run(code):
     """Run a program that can import the modules of bench/, and parse its last line as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, cwd=BENCH,
-        env={**os.environ, "PYTHONPATH": str(BENCH)},
-    )  # fmt: skip
+    done = python("-c", code, cwd=BENCH, environ={"PYTHONPATH": str(BENCH)})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -39,13 +35,9 @@ stop.set()
 CORES = sorted(os.sched_getaffinity(0))
 
 
-def test_the_caller_is_pinned_and_the_librarys_threads_have_all_cores():
-    rank_core = CORES[1 % len(CORES)]
-    assert run(PLACED.format(cores=CORES, before="")) == {"caller": [rank_core], "others": CORES}
-
-
-def test_no_thread_is_pinned_without_cores():
-    assert run(PLACED.format(cores=[], before="")) == {"caller": CORES, "others": CORES}
+@pytest.mark.parametrize(("cores", "caller"), [(CORES, CORES[1 % len(CORES) :][:1]), ([], CORES)])
+def test_the_caller_is_pinned_if_asked_and_the_librarys_threads_have_all_cores(cores, caller):
+    assert run(PLACED.format(cores=cores, before="")) == {"caller": caller, "others": CORES}
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="there is one core")

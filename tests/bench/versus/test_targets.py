@@ -47,12 +47,6 @@ def test_means_are_geometric_and_of_the_cells_that_the_aim_is_about():
     ]
 
 
-def test_the_aim_of_copies_is_an_upper_bound():
-    sizes = (1 << 15, 1 << 18, 64 * M)
-    found = missed(report(*(("scatter", size, {"copy": 1.3}) for size in sizes)))
-    assert found == [Missed("scatter", 1 << 18, "copy", 1.3, 1.2)]
-
-
 def test_the_kind_of_a_report():
     assert kind(report()) == kind(report(backend="shm")) == "shm"
     assert kind(report(ranks=4)) == "shm, crowded"
@@ -71,6 +65,10 @@ def test_the_kind_of_a_report():
         (report(("all_reduce", 64 * M, {"Gloo": 5}), kind="torch"), 6.0),
         (report(("mlp, batch 32", 0, {"Gloo": 1.2}), kind="ddp"), 1.3),
         (report(("barrier", 0, {"p99": 0.99})), 1.0),
+        (
+            report(*(("scatter", size, {"copy": 1.3}) for size in (1 << 15, 1 << 18, 64 * M))),
+            1.2,
+        ),  # an upper bound
         (report(("gather", 8, {"first": 1.4}), kind="first calls"), 1.3),
         (report(("update_shared_all_reduce", M, {"own": 1.7}), ranks=2), 1.8),
         (report(("update_shared_all_reduce", M, {"MPI": 2.9}), ranks=2), 3.0),

@@ -1,4 +1,4 @@
-"""The report of --first-calls."""
+"""The reports of --first-calls and --overlap."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fastcoll.bench import first_calls
+from fastcoll.bench import first_calls, overlap
 
 
 @pytest.mark.long
@@ -23,3 +23,15 @@ def test_the_report_has_the_first_ten_calls_beside_later_ones(monkeypatch, capfd
     assert row["ten_us"] <= (row["first_us"] + 9 * row["others_us"]) / 10 + 0.01
     lines = capfd.readouterr().out.splitlines()
     assert lines[2] == first_calls.line(row)
+
+
+@pytest.mark.long
+def test_the_report_has_both_computations(monkeypatch, capfd):
+    monkeypatch.setattr(overlap, "_ROUNDS", 1)
+    assert overlap.main(["--overlap"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].startswith("4 all_reduces of 16 MiB in flight, 2 ranks")
+    assert [line[:20].strip() for line in lines[2:]] == ["waits for a device", "on this core"]
+    for line in lines[2:]:
+        alone, computing, together, ratio = map(float, line[20:].split())
+        assert abs(ratio - together / max(alone, computing)) < 0.02
