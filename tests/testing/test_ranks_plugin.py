@@ -30,7 +30,7 @@ def file(name: str, text: str) -> str:
 def inner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InnerRun]:
     """Run pytest on all files."""
     unraisable = "ignore::pytest.PytestUnraisableExceptionWarning"
-    yield InnerRun(tmp_path_factory.mktemp("inner"), FILES, "-W", unraisable, "--flavour=sour", ".")
+    yield InnerRun(tmp_path_factory.mktemp("inner"), FILES, "-W", unraisable, "--flavour=sour")
     for name in (SEGMENT, f"{SEGMENT}-of-another", f"other-{SEGMENT}"):
         Path("/dev/shm", name).unlink(missing_ok=True)
 
@@ -449,27 +449,26 @@ def test_a_rank_that_cannot_import_the_test_shows_why(inner: InnerRun) -> None:
     inner.said("test_not_twice").fnmatch_lines(["all 2 ranks:*", "E*RuntimeError: not importable twice"])
 
 
-AWAY = file(
-    "test_away.py",
-    """
-before = os.getcwd()
-
-def test_goes_elsewhere(tmp_path):
-    os.chdir(tmp_path)
+def test_ranks_start_though_the_directory_has_changed(tmp_path: Path) -> None:
+    files = {
+        "sub/conftest.py": """
+import os, pytest
+pytest_plugins = ["pytester"]
+@pytest.fixture(scope="session", autouse=True)
+def elsewhere(tmp_path_factory):
+    os.chdir(tmp_path_factory.mktemp("elsewhere"))
+""",
+        "sub/test_away.py": """
+import pytest
+def test_here():
+    pass
 
 @pytest.mark.ranks(2, init=False, fresh=True)
 def test_away(rank):
     pass
-
-def test_comes_back():
-    os.chdir(before)
 """,
-)
-
-
-def test_ranks_start_though_the_directory_has_changed(inner: InnerRun) -> None:
-    """The run's arguments are paths relative to the directory in which it began."""
-    assert inner.outcomes(AWAY) == {"passed": 3}
+    }
+    assert InnerRun(tmp_path, files, "sub").outcomes("sub/test_away.py") == {"passed": 2}
 
 
 WRONG_PLACES = file(
