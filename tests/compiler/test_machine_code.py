@@ -6,7 +6,6 @@ import ctypes
 import os
 
 import pytest
-from numba import types
 from programs import python
 
 from fastcoll.compiler import compiling, machine_code
@@ -61,12 +60,6 @@ def test_code_is_not_writable():
                 assert line.split()[1] == "r-xp"
                 return
     raise AssertionError("the code is nowhere")
-
-
-def test_strings_of_types_are_numbas():
-    assert compiling.named("void(int32, CPointer(float32))") == types.void(
-        types.int32, types.CPointer(types.float32)
-    )
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="this processor has no cpuid")

@@ -10,7 +10,6 @@ from programs import python
 
 import fastcoll
 from fastcoll import warmup
-from fastcoll.arrays.dtypes import parse_dtype
 from fastcoll.compiler.jit import NJIT
 from fastcoll.net.mpi import compiled as mpi
 from fastcoll.net.tcp import entries as tcp
@@ -92,8 +91,3 @@ def test_unknown_names_are_refused(option, word, capsys):
         warmup.main([option, word])
     assert error.value.code == 2
     assert word in capsys.readouterr().err
-
-
-def test_all_means_the_available_dtypes():
-    for name in warmup._ALL.split(","):
-        assert parse_dtype(name).name == name

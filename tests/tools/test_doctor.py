@@ -98,18 +98,6 @@ def test_a_missing_package_is_named_and_the_rest_is_checked():
     assert about(report, "loopback")
 
 
-@pytest.mark.long
-def test_the_cure_for_missing_kernels_compiles_them(tmp_path):
-    report, code = run(NUMBA_CACHE_DIR=str(tmp_path))
-    (code_found,) = about(report, "compiled code")
-    assert (code_found["level"], code) == ("warning", 0)
-    assert "python -m fastcoll warmup" in code_found["cure"]
-    report, code = run(NUMBA_CACHE_DIR="/proc/none")
-    (code_found,) = about(report, "compiled code")
-    assert (code_found["level"], code) == ("warning", 0)
-    assert "cannot be kept in /proc/none" in code_found["text"]
-
-
 def test_a_machine_where_peers_may_not_read_is_warned_of(monkeypatch):
     denied = (
         "import sys; sys.modules['fastcoll.shm.reach'] = None; print(False); print('Operation not permitted')"

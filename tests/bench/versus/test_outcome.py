@@ -153,11 +153,6 @@ def test_pictures(tmp_path):
     assert (tmp_path / "out.svg").read_text().startswith("<?xml")
 
 
-def test_ticks_of_pictures():
-    assert [picture._bytes(size) for size in (8, 1024, 4104, 64 << 20)] == ["8", "1K", "4.01K", "64M"]
-    assert [picture._duration(micros) for micros in (0.3, 20, 4180)] == ["0.3 µs", "20 µs", "4.18 ms"]
-
-
 def test_a_peer_that_fails_is_left_out_and_named(monkeypatch, capsys):
     ran = []
 
