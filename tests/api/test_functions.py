@@ -106,25 +106,21 @@ def test_a_wrong_rank_is_refused(
     assert part.calls == []
 
 
-@pytest.mark.parametrize("function", [dist.broadcast, dist.reduce, dist.send, dist.isend])
-def test_a_missing_root_is_refused(world: Recorder, function: Any) -> None:
-    with pytest.raises(UsageError, match="is missing; give"):
-        function(X)
-
-
-def test_gather_and_scatter_have_rank_0_as_root(world: Recorder) -> None:
+def test_a_missing_root_is_refused_or_rank_0(world: Recorder) -> None:
+    for function in (dist.broadcast, dist.reduce, dist.send, dist.isend):
+        with pytest.raises(UsageError, match="is missing; give"):
+            function(X)
     dist.gather(X)
     dist.scatter(X)
     assert world.calls == [("gather", X, None, 0, False), ("scatter", X, None, 0, False)]
+    with pytest.raises(UsageError, match=r"group is 'gloo'; give a group made by new_group"):
+        dist.all_reduce(X, group="gloo")  # type: ignore[arg-type]
 
 
 def test_a_receive_returns_the_global_rank(world: Recorder, part: Recorder) -> None:
     assert dist.recv(X) == 2
     assert dist.recv(X, group=part, tag=9) == 7
     assert part.calls == [("recv", X, None, 9, None)]
-
-
-def test_an_asynchronous_receive_returns_the_global_rank(world: Recorder, part: Recorder) -> None:
     part.answers["irecv"] = finished(2)
     work = dist.irecv(X, group=part)
     assert work.wait(1)
@@ -151,9 +147,6 @@ def test_an_asynchronous_receive_returns_the_global_rank(world: Recorder, part: 
 NOT_A_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 
 
-EVERY = pytest.mark.parametrize(
-    ("function", "args"), [(f, a) for f, a, _ in UNROOTED] + [(r[0], r[1]) for r in ROOTED]
-)
 OBJECTS: list[tuple[Any, tuple[Any, ...]]] = [
     (dist.all_gather_object, ([None], 1)),
     (dist.gather_object, (1, [None])),
@@ -162,9 +155,11 @@ OBJECTS: list[tuple[Any, tuple[Any, ...]]] = [
     (dist.send_object_list, ([1],)),
     (dist.recv_object_list, ([1],)),
 ]
+ASK = (dist.get_rank, dist.get_world_size, dist.get_backend, dist.get_process_group_ranks)
+QUERIES: list[tuple[Any, tuple[Any, ...]]] = [(ask, ()) for ask in ASK]
 
 
-@EVERY
+@pytest.mark.parametrize(("function", "args"), [each[:2] for each in (*UNROOTED, *ROOTED)])
 def test_outside_the_group_a_call_warns_and_does_nothing(world: Recorder, function: Any, args: Any) -> None:
     roots = {name: 0 for name in ("src", "dst") if name in inspect.signature(function).parameters}
     with pytest.warns(UserWarning, match=r"on rank 1, which is not in the given group") as caught:
@@ -174,17 +169,14 @@ def test_outside_the_group_a_call_warns_and_does_nothing(world: Recorder, functi
 
 
 @pytest.mark.parametrize(
-    ("function", "args"), [(each[0], each[1]) for each in (*UNROOTED, *ROOTED, *OBJECTS)]
+    ("function", "args"), [each[:2] for each in (*UNROOTED, *ROOTED, *OBJECTS, *QUERIES)]
 )
 def test_a_call_before_init_process_group_names_the_cure(function: Any, args: Any) -> None:
     roots = {name: 0 for name in ("src", "dst") if name in inspect.signature(function).parameters}
+    assert not dist.is_initialized()
+    assert dist.group.WORLD is None
     with pytest.raises(NotInitializedError, match="call init_process_group first"):
         function(*args, **roots)
-
-
-def test_an_argument_that_is_not_a_group_is_refused(world: Recorder) -> None:
-    with pytest.raises(UsageError, match=r"group is 'gloo'; give a group made by new_group"):
-        dist.all_reduce(X, group="gloo")  # type: ignore[arg-type]
 
 
 def test_barriers_take_a_timeout_and_no_devices(world: Recorder) -> None:
@@ -275,38 +267,14 @@ def test_queries_of_groups(world: Recorder, part: Recorder) -> None:
 def test_queries_of_a_destroyed_group(world: Recorder, part: Recorder) -> None:
     dist.destroy_process_group(part)
     for ask in (
-        dist.get_rank,
-        dist.get_world_size,
-        dist.get_backend,
+        *ASK,
         dist.get_backend_config,
-        dist.get_process_group_ranks,
         lambda group: dist.get_group_rank(group, 5),
         lambda group: dist.get_global_rank(group, 1),
     ):
         with pytest.raises(NotInitializedError, match="'recorder' was destroyed"):
             ask(part)
     assert dist.get_rank() == 1
-
-
-def test_queries_before_init_process_group() -> None:
-    assert not dist.is_initialized()
-    assert dist.group.WORLD is None
-    for ask in (dist.get_rank, dist.get_world_size, dist.get_backend, dist.get_process_group_ranks):
-        with pytest.raises(NotInitializedError, match="call init_process_group first"):
-            ask()
-
-
-def test_parameters_that_torch_does_not_have() -> None:
-    expected = {
-        "scan": "tensor op group async_op",
-        "exscan": "tensor op group async_op",
-        "gather_single": "tensor gather_tensor dst group async_op group_dst",
-        "scatter_single": "tensor scatter_tensor src group async_op group_src",
-        "barrier": "group async_op device_ids timeout",
-        "recv": "tensor src group tag group_src status",
-    }
-    for name, parameters in expected.items():
-        assert list(inspect.signature(getattr(dist, name)).parameters) == parameters.split(), name
 
 
 def test_every_parameter_of_torch_exists_at_the_same_position() -> None:
@@ -340,10 +308,8 @@ def test_a_device_may_be_given_in_every_form_of_torch(device: Any, said: str) ->
 
 
 def test_a_configuration_has_the_backend_of_each_device() -> None:
-    assert dist.BackendConfig("cpu:gloo,cuda:nccl").get_device_backend_map() == {
-        "cpu": "gloo",
-        "cuda": "nccl",
-    }
+    named = {"cpu": "gloo", "cuda": "nccl"}
+    assert dist.BackendConfig("cpu:gloo,cuda:nccl").get_device_backend_map() == named
     assert repr(dist.BackendConfig("cpu:GLOO,cuda:nccl")) == "cpu:gloo,cuda:nccl"
     assert repr(dist.BackendConfig(dist.Backend.UNDEFINED)) == "cpu:auto"
     with pytest.raises(UsageError, match="there is no backend 'ucc'"):
