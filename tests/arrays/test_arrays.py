@@ -121,6 +121,10 @@ def test_a_read_only_array_can_be_sent_but_not_written_to():
     assert import_array(x, writable=False).array is x
     with refused(r"output is a read-only float64 array of shape \(3,\).*writable copy"):
         import_array(x, writable=True, what="output")
+    scalar = import_array(np.float32(1.5), writable=False).array
+    assert (scalar.dtype, scalar.shape, scalar[()]) == (np.float32, (), 1.5)
+    with refused(r"NumPy scalar \(float32\).*numpy\.array\(x\)"):
+        import_array(np.float32(1.5), writable=True)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +147,6 @@ def test_subclasses_are_taken_as_plain_arrays(tmp_path):
         assert np.shares_memory(imported, x)
 
 
-def test_numpy_scalars_can_be_sent_but_not_written_to():
-    imported = import_array(np.float32(1.5), writable=False).array
-    assert (imported.dtype, imported.shape, imported[()]) == (np.float32, (), 1.5)
-    with refused(r"NumPy scalar \(float32\).*numpy\.array\(x\)"):
-        import_array(np.float32(1.5), writable=True)
-
-
 # ---- other libraries' arrays ------------------------------------------------------------------------
 
 
@@ -164,13 +161,10 @@ def test_other_arrays_share_their_memory_or_are_packed_and_written_back(wrap, st
     imported.finish()
     assert (x[:, ::step] == 9).all()
     assert x.sum() == 9 * 24 // step
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS)
-def test_other_read_only_arrays_are_refused_where_the_call_writes(wrap):
-    x = np.arange(3)
+    imported = import_array(wrap(np.arange(1000)), writable=False)
+    assert imported.array.sum() == 499500, "it lives as long as it is used"
     x.flags.writeable = False
-    assert import_array(wrap(x), writable=False).array.tolist() == [0, 1, 2]
+    assert import_array(wrap(x), writable=False).array.shape == (4, 6)
     with refused("read-only"):
         import_array(wrap(x), writable=True)
 
@@ -187,18 +181,10 @@ def test_buffers_of_the_standard_library():
         import_array(b"abc", writable=True)
 
 
-def test_an_array_of_the_interface_lives_as_long_as_it_is_used():
-    imported = import_array(Interface(np.arange(1000)), writable=False)
-    assert imported.array.sum() == 499500
-
-
 @pytest.mark.parametrize("x", [CudaInterface(), Dlpack(np.zeros(2), device=(2, 0))], ids=["cuda", "dlpack"])
-def test_arrays_on_a_gpu_are_refused(x):
+def test_arrays_on_a_gpu_are_refused_unless_in_pinned_host_memory(x):
     with refused("output is on a GPU .*, and this call takes host arrays: copy it"):
         import_array(x, writable=False, what="output")
-
-
-def test_pinned_host_memory_is_host_memory():
     assert import_array(Dlpack(np.arange(3), device=(3, 0)), writable=False).array.tolist() == [0, 1, 2]
 
 
@@ -257,20 +243,10 @@ def test_a_list_has_one_array_a_rank():
     xs = [np.zeros(3), np.zeros((2, 2), "i4"), np.zeros(0)]
     for given, imported in zip(xs, import_list(tuple(xs), 3, writable=True, what="outputs"), strict=True):
         assert imported.array is given
-
-
-@pytest.mark.parametrize(
-    ("xs", "why"),
-    [
-        ([np.zeros(1)] * 2, "must have 3 arrays, one a rank, got 2"),
-        *[(x, "must be a list of 3 arrays, got") for x in (None, 5, np.zeros((3, 2)), "abc", {1: 2})],
-    ],
-)
-def test_objects_that_are_no_list_of_arrays_are_refused(xs, why):
-    with refused(f"input_list {why}", UsageError):
-        import_list(xs, 3, writable=False, what="input_list")
-
-
-def test_a_bad_item_is_named():
-    with refused(r"input_list\[1\] must be an array, got NoneType"):
-        import_list([np.zeros(1), None], 2, writable=False, what="input_list")
+    for wrong, why, kind in (
+        ([np.zeros(1)] * 2, "input_list must have 3 arrays, one a rank, got 2", UsageError),
+        *[(x, "must be a list of 3 arrays, got", UsageError) for x in (None, 5, np.eye(3), "abc", {1: 2})],
+        ([xs[0], None, xs[0]], r"input_list\[1\] must be an array, got NoneType", ArrayError),
+    ):
+        with refused(why, kind):
+            import_list(wrong, 3, writable=False, what="input_list")

@@ -13,9 +13,8 @@ import fastcoll as dist
 from fastcoll.arrays.arrays import import_array
 from fastcoll.errors import ArrayError
 
-DTYPES = (
-    "bool int8 uint16 int32 float16 bfloat16 float32 float8_e4m3fn complex64 int4".split()
-)  # four bits are unpacked into bytes
+# The four bits of the last are unpacked into bytes.
+DTYPES = "bool int8 uint16 int32 float16 bfloat16 float32 float8_e4m3fn complex64 int4".split()
 
 
 # In a process of its own: JAX warns of every fork of a process that has imported it, and tests of other files fork.
@@ -48,43 +47,23 @@ def test_an_array_that_the_call_writes_is_copied_and_replaced(jax, name, shape):
     assert (new.dtype, new.shape, new.sharding) == (x.dtype, shape, x.sharding)
     assert (np.asarray(new) == 1).all()
     assert (np.asarray(x) == 0).all()
-
-
-@ALONE
-def test_an_array_that_is_only_read_is_returned_itself(jax):
-    x = jax.numpy.arange(3)
     assert import_array(x, writable=False, functional=True).finish() is x
 
 
 @ALONE
-def test_an_output_is_refused_with_the_cure(jax):
-    with pytest.raises(ArrayError, match=r"output is a JAX array, which is immutable.*numpy\.empty"):
-        import_array(jax.numpy.zeros(3), writable=True, what="output")
-
-
-def deleted(jax: Any) -> Any:
-    x = jax.numpy.zeros(3)
-    x.delete()
-    return x
-
-
-@ALONE
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (deleted, "deleted or donated"),
-        (lambda jax: jax.random.key(0), r"key<fry>; give jax\.random\.key_data\(x\)"),
-    ],
-)
-def test_arrays_without_elements_are_refused(jax, make, message):
-    with pytest.raises(ArrayError, match=message):
-        import_array(make(jax), writable=False)
-
-
-@ALONE
-def test_a_traced_array_is_refused(jax):
-    with pytest.raises(ArrayError, match=r"traced by JAX .*jax\.pure_callback"):
-        jax.jit(lambda x: import_array(x, writable=False))(jax.numpy.zeros(3))
+def test_what_cannot_be_used_is_refused_with_the_cure(jax):
+    x, deleted = jax.numpy.zeros(3), jax.numpy.zeros(3)
+    deleted.delete()
+    traced = jax.jit(lambda x: import_array(x, writable=False))
+    immutable = r"output is a JAX array, which is immutable.*numpy\.empty"
+    for call, message in (
+        (lambda: import_array(x, writable=True, what="output"), immutable),
+        (lambda: import_array(deleted, writable=False), "deleted or donated"),
+        (lambda: import_array(jax.random.key(0), writable=False), r"key<fry>; give jax\.random\.key_data\(x\)"),
+        (lambda: traced(x), r"traced by JAX .*jax\.pure_callback"),
+    ):  # fmt: skip
+        with pytest.raises(ArrayError, match=message):
+            call()
 
 
 SHARDED = """
@@ -103,13 +82,9 @@ print(*y.devices())
 
 @ALONE
 def test_arrays_on_several_devices_are_refused_and_devices_are_kept(jax):
-    done = subprocess.run(
-        [sys.executable, "-c", SHARDED],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"},
-    )
+    env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", SHARDED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     refusal, device = done.stdout.splitlines()
     assert "on 2 devices; give numpy.asarray(x)" in refusal, done.stderr
     assert "1" in device

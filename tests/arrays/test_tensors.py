@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import rows
 
 import fastcoll as dist
-from fastcoll.arrays import dtypes, tensors
+from fastcoll.arrays import tensors
 from fastcoll.arrays.arrays import import_array
 from fastcoll.core.group import ProcessGroup
 from fastcoll.errors import ArrayError
@@ -21,14 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:::torch", "ignore::UserWarning")
 @pytest.fixture
 def torch() -> Any:
     return pytest.importorskip("torch", reason="pip install torch==2.13.0")
-
-
-@pytest.fixture
-def no_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    dtypes.dtype_of.cache_clear()
-    yield
-    dtypes.dtype_of.cache_clear()
 
 
 def address(array: np.ndarray) -> int:
@@ -61,26 +53,12 @@ def test_every_dtype_is_taken_over_the_same_memory_or_is_quantized(torch):
     assert len({array.dtype for array in taken.values()}) == len(taken), "each dtype is one of its own"
     for name in "bool int8 uint16 uint32 uint64 float16 float64 complex64 complex128".split():
         assert taken[f"torch.{name}"].dtype == np.dtype(name)
-
-
-def test_dtypes_that_numpy_lacks_are_those_of_ml_dtypes(torch):
-    ml_dtypes = pytest.importorskip("ml_dtypes", reason="pip install ml_dtypes")
-    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"):
-        array = import_array(torch.ones(3, dtype=getattr(torch, name)), writable=True).array
-        assert array.dtype == np.dtype(getattr(ml_dtypes, name))
-        assert (array.astype(np.float32) == 1).all()
-
-
-def test_without_ml_dtypes_they_are_moved_all_the_same(torch, no_ml_dtypes):
-    seen = [
-        import_array(torch.ones(3, dtype=d), writable=True).array.dtype
-        for d in (torch.bfloat16, torch.float8_e5m2)
-    ]
-    assert [(dtype.name, dtype.itemsize, dtype.kind) for dtype in seen] == [
-        ("bfloat16", 2, "V"),
-        ("void8", 1, "V"),
-    ]
-    assert seen[0] != np.dtype("V2")
+    for name in "bfloat16 float8_e4m3fn float8_e5m2 float8_e8m0fnu".split():
+        assert taken[f"torch.{name}"].dtype == np.dtype(getattr(ml_dtypes, name))
+    assert import_array(torch.arange(100_000), writable=False).array.sum() == 99_999 * 50_000, "it lives on"
+    for shape in ((0,), (), (3, 0, 2), (1, 1)):
+        array = import_array(torch.zeros(shape, dtype=torch.bfloat16), writable=True).array
+        assert (array.shape, array.dtype.name) == (shape, "bfloat16")
 
 
 def strided(torch: Any, dtype: Any) -> dict[str, Any]:
@@ -106,13 +84,11 @@ def test_strided_tensors_are_packed_and_written_back(torch, name):
 
 
 def test_tensors_that_require_grad_are_written_in_place(torch):
-    leaf = torch.zeros(3, requires_grad=True)
-    for x in (
-        leaf,
-        leaf * 2,
-        torch.nn.Parameter(torch.zeros(2, 2)),
-        torch.nn.Parameter(torch.zeros(2, 3)).t(),
-    ):
+    class Image(torch.Tensor):
+        """A subclass that holds its own data."""
+
+    leaf, parameter = torch.zeros(3, requires_grad=True), torch.nn.Parameter(torch.zeros(2, 3))
+    for x in (leaf, leaf * 2, parameter, parameter.t(), leaf.as_subclass(Image)):
         imported = import_array(x, writable=True)
         imported.array[...] = 5
         imported.finish()
@@ -133,10 +109,6 @@ def test_the_tensors_storage_can_still_be_freed(torch):
                 import_array(lost, writable=True)
 
 
-def test_the_memory_lives_as_long_as_the_array(torch):
-    assert import_array(torch.arange(100_000), writable=False).array.sum() == 99_999 * 50_000
-
-
 def test_conjugate_and_negative_views_are_read_and_written_as_they_look(torch):
     z = torch.tensor([1 + 2j, 3 - 1j])
     for view, result in (
@@ -152,12 +124,6 @@ def test_conjugate_and_negative_views_are_read_and_written_as_they_look(torch):
         assert import_array(view, writable=False).array.tolist() == result
 
 
-@pytest.mark.parametrize("shape", [(0,), (), (3, 0, 2), (1, 1)])
-def test_shapes_without_elements_or_dimensions(torch, shape):
-    array = import_array(torch.zeros(shape, dtype=torch.bfloat16), writable=True).array
-    assert (array.shape, array.dtype.name) == (shape, "bfloat16")
-
-
 def masked(torch: Any) -> Any:
     from torch.masked import masked_tensor
 
@@ -166,14 +132,10 @@ def masked(torch: Any) -> Any:
 
 def distributed(torch: Any) -> Any:
     from torch.distributed.tensor import DTensor
-
-    return DTensor.__new__(DTensor, torch.zeros(2), _spec(torch), requires_grad=False)
-
-
-def _spec(torch: Any) -> Any:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    return DTensorSpec(None, (), TensorMeta(torch.Size([2]), (1,), torch.float32))
+    spec = DTensorSpec(None, (), TensorMeta(torch.Size([2]), (1,), torch.float32))
+    return DTensor.__new__(DTensor, torch.zeros(2), spec, requires_grad=False)
 
 
 REFUSED = {
@@ -206,15 +168,6 @@ def test_a_tensor_inside_vmap_is_refused(torch):
         torch.vmap(lambda x: import_array(x, writable=False))(torch.zeros(2, 3))
 
 
-def test_a_subclass_that_holds_its_own_data_is_taken(torch):
-    class Image(torch.Tensor):
-        pass
-
-    x = torch.zeros(3).as_subclass(Image)
-    import_array(x, writable=True).array[...] = 2
-    assert x.tolist() == [2, 2, 2]
-
-
 # ---- headers ----------------------------------------------------------------------------------------
 
 
@@ -233,6 +186,11 @@ def test_a_header_describes_the_tensors_memory_and_is_found_again(torch, known, 
     assert (address(header), header.shape, header.dtype) == (address(same), same.shape, same.dtype)
     assert header.dtype is same.dtype, "kernels know dtypes by their address"
     assert header.flags.carray
+    y = np.zeros(2)
+    one, two, three = tensors.headers_for((x, (y, x), 7))  # of the arguments of a call
+    assert one is two[1] is header
+    assert two[0] is y
+    assert three == 7
 
 
 def test_a_header_follows_changes_of_the_tensor(torch, known):
@@ -263,14 +221,6 @@ def test_the_memo_of_headers_is_bounded(torch, known, monkeypatch):
     for x in xs:
         assert address(tensors.header_of(x)) == x.data_ptr()
     assert len(tensors._headers) <= 4
-
-
-def test_headers_for_the_arguments_of_a_call(torch, known):
-    x, y = torch.zeros(2), np.zeros(2)
-    one, two, three = tensors.headers_for((x, (y, x), 7))
-    assert one is two[1] is tensors.header_of(x)
-    assert two[0] is y
-    assert three == 7
 
 
 # ---- operations -------------------------------------------------------------------------------------
