@@ -43,28 +43,17 @@ def test_all_gather(rank, world_size):
 
 
 @pytest.mark.ranks(*WORLDS)
-def test_all_gather_uneven(rank, world_size):
-    for dtype in oracle.MOVABLE:
-        for step in (1, 17):
-            inputs = [values(r, step * r, dtype) for r in range(world_size)]
-            outs = [empty(step * r, dtype) for r in range(world_size)]
-            dist.all_gather(outs, inputs[rank])
-            for got, want in zip(outs, inputs, strict=True):
-                assert_same(got, want, (dtype, step))
-
-
-@pytest.mark.ranks(*WORLDS)
 @pytest.mark.parametrize("uneven", [0, 1])
-def test_gather_and_scatter(rank, world_size, uneven):
+def test_gathers_and_scatter(rank, world_size, uneven):
     for number, dtype in enumerate(oracle.MOVABLE):
         for count in counts(world_size):
             root = number % world_size
             inputs = [values(r, count + uneven * r, dtype) for r in range(world_size)]
-            outs = [empty(count + uneven * r, dtype) for r in range(world_size)]
+            outs, everywhere = ([empty(x.size, dtype) for x in inputs] for _ in range(2))
             dist.gather(inputs[rank], outs if rank == root else None, root)
-            if rank == root:
-                for got, want in zip(outs, inputs, strict=True):
-                    assert_same(got, want, (dtype, count, root))
+            dist.all_gather(everywhere, inputs[rank])
+            for got, want in zip([*everywhere, *(outs if rank == root else ())], inputs * 2, strict=False):
+                assert_same(got, want, (dtype, count, root))
             out = empty(count + uneven * rank, dtype)
             dist.scatter(out, inputs if rank == root else None, root)
             assert_same(out, inputs[rank], (dtype, count, root))
@@ -131,36 +120,8 @@ def test_all_to_all_single_with_splits(rank, world_size):
     dist.all_to_all_single(got, even)
     want = np.concatenate([np.arange(4 * rank, 4 * rank + 4) + 1000 * p for p in range(world_size)])
     np.testing.assert_array_equal(got, want.astype("f4"))
-
-
-@pytest.mark.ranks(1, 2, 3)
-def test_all_to_all_in_place(rank, world_size):
-    x = np.arange(2 * world_size) + 10 * rank
-    dist.all_to_all_single(x, x)
-    want = np.concatenate([[2 * rank + 10 * p, 2 * rank + 1 + 10 * p] for p in range(world_size)])
-    np.testing.assert_array_equal(x, want)
-
-
-@pytest.mark.ranks(*WORLDS)
-def test_larger_than_a_chunk(rank, world_size):
-    dtype = np.dtype("f4")
-    inputs = [values(r, LARGE, dtype) for r in range(world_size)]
-    for root in {0, world_size - 1}:
-        x = inputs[rank].copy()
-        dist.broadcast(x, root)
-        assert_same(x, inputs[root])
-        outs = [np.zeros_like(x) for _ in range(world_size)]
-        dist.gather(inputs[rank], outs if rank == root else None, root)
-        if rank == root:
-            assert all(np.array_equal(a, b) for a, b in zip(outs, inputs, strict=True))
-        dist.scatter(x, inputs if rank == root else None, root)
-        assert_same(x, inputs[rank])
-    outs = [np.zeros_like(inputs[0]) for _ in range(world_size)]
-    dist.all_gather(outs, inputs[rank])
-    assert all(np.array_equal(a, b) for a, b in zip(outs, inputs, strict=True))
-    blocks = [inputs[rank] + p for p in range(world_size)]
-    dist.all_to_all(outs, blocks)
-    assert all(np.array_equal(a, b + np.float32(rank)) for a, b in zip(outs, inputs, strict=True))
+    dist.all_to_all_single(even, even)  # in place
+    np.testing.assert_array_equal(even, got)
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -187,16 +148,16 @@ def test_mixed_calls_back_to_back(rank, world_size):
     for turn in range(400):
         kind, root = random.integers(0, 6), int(random.integers(0, world_size))
         count = int(random.choice([0, 1, 20, 3000, 200_000], p=[0.1, 0.3, 0.3, 0.2, 0.1]))
-        x = np.full(count, rank + turn, "i4")
+        x, total = np.full(count, rank + turn, "i4"), world_size * turn + sum(range(world_size))
         if kind == 0:
             dist.all_reduce(x)
-            want = world_size * turn + world_size * (world_size - 1) // 2
+            want = total
         elif kind == 1:
             dist.broadcast(x, root)
             want = root + turn
         elif kind == 2:
             dist.reduce(x, root)
-            want = world_size * turn + world_size * (world_size - 1) // 2 if rank == root else rank + turn
+            want = total if rank == root else rank + turn
         elif kind == 3:
             outs = [np.zeros_like(x) for _ in range(world_size)] if rank == root else None
             dist.gather(x, outs, root)

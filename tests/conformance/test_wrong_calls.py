@@ -47,34 +47,26 @@ def mismatch(call):
     return texts[0]
 
 
+def reducing(x, *op):
+    return lambda: dist.all_reduce(x, *op)
+
+
+def custom(function, name="f"):
+    return reducing(f4(2), ReduceOp.custom(function, name))
+
+
 # name -> what the odd rank does, what the others do, what every message must show
 MISMATCHES = {
-    "operation": (  # looked up when it is called: other tests replace `dist` here
-        lambda: dist.barrier(),
-        lambda: dist.all_reduce(f4(3)),
-        ("barrier()", "all_reduce(float32, 3"),
-    ),
-    "dtype": (lambda: dist.all_reduce(np.ones(3)), lambda: dist.all_reduce(f4(6)), ("float64", "float32")),
-    "count": (lambda: dist.all_reduce(f4(4)), lambda: dist.all_reduce(f4(5)), ("4 elements", "5 elements")),
-    "large count": (
-        lambda: dist.all_reduce(f4(400_000)),
-        lambda: dist.all_reduce(f4(5)),
-        ("400000 el", "5 el"),
-    ),
+    "operation": (lambda: dist.barrier(), reducing(f4(3)), ("barrier()", "all_reduce(float32, 3")),
+    "dtype": (reducing(np.ones(3)), reducing(f4(6)), ("float64", "float32")),
+    "count": (reducing(f4(4)), reducing(f4(5)), ("4 elements", "5 elements")),
+    "large count": (reducing(f4(400_000)), reducing(f4(5)), ("400000 el", "5 el")),
     "root": (lambda: dist.broadcast(f4(2), 1), lambda: dist.broadcast(f4(2), 0), ("root=1", "root=0")),
-    "reduce op": (
-        lambda: dist.all_reduce(f4(2), ReduceOp.MAX),
-        lambda: dist.all_reduce(f4(2), ReduceOp.MIN),
-        ("op=MAX", "op=MIN"),
-    ),
-    "custom": (
-        lambda: dist.all_reduce(f4(2), ReduceOp.custom(lambda a, b: a, "left")),
-        lambda: dist.all_reduce(f4(2), ReduceOp.custom(lambda a, b: b, "right")),
-        ("op=custom",),
-    ),
+    "reduce op": (reducing(f4(2), ReduceOp.MAX), reducing(f4(2), ReduceOp.MIN), ("op=MAX", "op=MIN")),
+    "custom": (custom(lambda a, b: a, "left"), custom(lambda a, b: b, "right"), ("op=custom",)),
     "constants of a custom operation": (
-        lambda: dist.all_reduce(f4(2), ReduceOp.custom(lambda a, b: a + 2 * b, "f")),
-        lambda: dist.all_reduce(f4(2), ReduceOp.custom(lambda a, b: a + 3 * b, "f")),
+        custom(lambda a, b: a + 2 * b),
+        custom(lambda a, b: a + 3 * b),
         ("op=custom",),
     ),
     "names of fields": (
@@ -111,6 +103,10 @@ def test_nothing_moves_before_a_mismatch_is_raised(rank, world_size):
     with pytest.raises(MismatchError):
         dist.broadcast(x, 0 if rank == 0 else 1)
     np.testing.assert_array_equal(x, np.full(5, rank, "f4"))
+    scaled = np.full(3 + rank, 2.0)
+    with pytest.raises(MismatchError):
+        dist.all_reduce(scaled, ReduceOp.PREMUL_SUM(10.0))
+    assert (scaled == 2).all()
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -163,6 +159,14 @@ def test_wrong_arguments_are_refused_before_the_call_is_published(rank, world_si
         (lambda: dist.all_reduce(np.array(["a", "b"])), ArrayError, "U1"),
         (lambda: dist.all_reduce(np.ones(3, "c8"), ReduceOp.MIN), ArrayError, "complex64"),
         (lambda: dist.all_reduce(f4(3), ReduceOp.BAND), ArrayError, "float32"),
+        *(
+            (
+                lambda op=op: dist.all_reduce(np.ones(2, "c8"), op),
+                ArrayError,
+                f"{op.name} is not defined for dtype c",
+            )
+            for op in (ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR)
+        ),
         (lambda: dist.all_reduce(np.ones(3, ">f4")), ArrayError, "byte order"),
         (lambda: dist.all_reduce(np.ones(3, "i4"), ReduceOp.PREMUL_SUM(2)), ArrayError, "PREMUL_SUM"),
         (lambda: dist.all_reduce(f4(3), ReduceOp.PREMUL_SUM(1j)), UsageError, "give a real number"),
@@ -188,7 +192,7 @@ def test_wrong_arguments_are_refused_before_the_call_is_published(rank, world_si
         (
             lambda: dist.all_gather_coalesced([two, [f4(3), f4(3)]], [f4(3), f4(2)]),
             UsageError,
-            "same dtype and number",
+            "same dtype and n",
         ),
         (lambda: dist.all_gather_coalesced(None, two), UsageError, "output_tensor_lists must be a list of 2"),
         (lambda: dist.all_gather_coalesced([two], f4(2)), UsageError, "input_tensor_list is of type"),
@@ -223,56 +227,54 @@ def test_wrong_arguments_are_refused_before_the_call_is_published(rank, world_si
     usable(rank, world_size)
 
 
-# name -> a call that is refused, the right one, and what all ranks must read
+@pytest.mark.ranks(3, 5)
+def test_monitored_barrier_names_all_missing_ranks(rank, world_size):
+    """All others are missing: a rank that comes in time would come by luck on a busy machine."""
+    group = dist.new_group()
+    dist.barrier(group)
+    if rank == 1:
+        with pytest.raises(dist.CollectiveTimeoutError, match=r"monitored_barrier\(\), call") as caught:
+            dist.monitored_barrier(group, timeout=0.2)
+        missing = {*range(world_size)} - {1}
+        assert set(caught.value.ranks) == missing
+        assert all(f"rank {other} (pid" in str(caught.value) for other in missing), caught.value
+    dist.barrier()
+
+
+# name -> arguments that are refused, right ones, and what all ranks must read
 REFUSED = {
     "all_gather": (
-        lambda n: dist.all_gather([f4(2)], f4(2)),
-        lambda n: dist.all_gather([f4(2) for _ in range(n)], f4(2)),
+        lambda n: ([f4(2)], f4(2)),
+        lambda n: ([f4(2) for _ in range(n)], f4(2)),
         r"UsageError: tensor_list must have \d arrays",
     ),
     "all_reduce": (
-        lambda n: dist.all_reduce([1.0]),
-        lambda n: dist.all_reduce(f4(1)),
+        lambda n: ([1.0],),
+        lambda n: (f4(1),),
         r"ArrayError: tensor\[0\] must be an array, got float",
     ),
-    "broadcast": (
-        lambda n: dist.broadcast(f4(2), src=n),
-        lambda n: dist.broadcast(f4(2), src=0),
-        r"UsageError: src is \d; ",
-    ),
+    "broadcast": (lambda n: (f4(2), n), lambda n: (f4(2), 0), r"UsageError: src is \d; "),
     "gather": (
-        lambda n: dist.gather(f4(2), group_dst=0, dst=0),
-        lambda n: dist.gather(f4(2), [f4(2) for _ in range(n)] if dist.get_rank() == 0 else None),
+        lambda n: (f4(2), None, 0, None, False, 0),
+        lambda n: (f4(2), None if dist.get_rank() else [f4(2) for _ in range(n)]),
         "UsageError: dst=0 and group_dst=0 are both given",
     ),
-    "barrier": (
-        lambda n: dist.barrier(device_ids=[0]),
-        lambda n: dist.barrier(),
-        r"UsageError: device_ids is \[0\]",
-    ),
-    "monitored_barrier": (
-        lambda n: dist.monitored_barrier(timeout=-1),
-        lambda n: dist.monitored_barrier(timeout=30),
-        "UsageError: timeout",
-    ),
+    "barrier": (lambda n: (None, False, [0]), lambda n: (), r"UsageError: device_ids is \[0\]"),
+    "monitored_barrier": (lambda n: (None, -1), lambda n: (None, 60), "UsageError: timeout"),
     "all_reduce_coalesced": (
-        lambda n: dist.all_reduce_coalesced([f4(2), np.ones(2)]),
-        lambda n: dist.all_reduce_coalesced([f4(2), f4(2)]),
+        lambda n: ([f4(2), np.ones(2)],),
+        lambda n: ([f4(2), f4(2)],),
         r"ArrayError: tensors\[1\] is float64",
     ),
     "all_to_all_single": (
-        lambda n: dist.all_to_all_single(f4(n), f4(n), [1.5] * n),
-        lambda n: dist.all_to_all_single(f4(n), f4(n)),
+        lambda n: (f4(n), f4(n), [1.5] * n),
+        lambda n: (f4(n), f4(n)),
         r"UsageError: output_split_sizes\[0\]",
     ),
-    "broadcast_object_list": (
-        lambda n: dist.broadcast_object_list(("a",)),
-        lambda n: dist.broadcast_object_list(["a"]),
-        "UsageError: object_list is a tuple",
-    ),
+    "broadcast_object_list": (lambda n: (("a",),), lambda n: (["a"],), "UsageError: object_list is a tuple"),
     "all_gather_object": (
-        lambda n: dist.all_gather_object([], 1),
-        lambda n: dist.all_gather_object([None] * n, 1),
+        lambda n: ([], 1),
+        lambda n: ([None] * n, 1),
         "UsageError: object_list is a list of 0",
     ),
 }
@@ -283,13 +285,14 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_call_that_one_rank_refuses_raises_on_all_ranks(rank, world_size, name):
     wrong, right, reason = REFUSED[name]
+    call = getattr(dist, name)
     for odd in range(world_size):
         if rank == odd:
             with pytest.raises(UsageError, match="^" + reason.partition(": ")[2]):
-                wrong(world_size)
+                call(*wrong(world_size))
             dist.barrier()
         else:
-            text = mismatch(lambda: right(world_size))
+            text = mismatch(lambda: call(*right(world_size)))
             assert re.match(f"rank {odd}'s {name} was refused: {reason}", text)
             assert "called" in text
         usable(rank, world_size)
@@ -366,7 +369,7 @@ def test_a_call_that_a_callback_may_not_make_raises_on_all_ranks(rank, world_siz
         dist.group.WORLD.gate.queue.submit("holding what follows", attached.wait)
         dist.barrier(async_op=True).add_done_callback(back)
         attached.set()
-        assert ended.wait(30)
+        assert ended.wait(60)
     else:
         dist.barrier()
         dist.all_reduce(f4(1))
@@ -400,22 +403,6 @@ def test_every_layout_works_or_is_refused(rank, world_size):
     with pytest.raises(ArrayError):
         dist.all_reduce(np.broadcast_to(np.ones(1), (4,)))
     usable(rank, world_size)
-
-
-@pytest.mark.ranks(2)
-def test_a_root_may_be_a_numpy_integer(rank, world_size):
-    for kind in (np.int8, np.uint8, np.int32, np.int64):
-        x = np.full(3, float(rank))
-        dist.broadcast(x, kind(1))
-        assert (x == 1).all()
-
-
-@pytest.mark.ranks(2)
-def test_premul_sum_leaves_the_array_alone_when_refused(rank, world_size):
-    x = np.full(3 + rank, 2.0)
-    with pytest.raises(MismatchError):
-        dist.all_reduce(x, ReduceOp.PREMUL_SUM(10.0))
-    assert (x == 2).all()
 
 
 @pytest.mark.ranks(2, 3)
@@ -485,20 +472,20 @@ def test_outputs_that_share_memory_are_refused(rank, world_size):
     strided = [wide[k : k + 4 : 2] for k in range(0, 2 * n, 2)]
     blocks = [x.copy() for _ in range(n)]
     others = [np.zeros(2) for _ in range(n)]
-    calls = {
-        r"tensor_list\[0\] and tensor_list\[1\] share memory": lambda: dist.all_gather(same, x),
-        r"tensor_list\[0\] and tensor_list\[1\]": lambda: dist.all_gather(shifted, np.ones(3)),
-        r"tensor_list\[0\] and tensor_list\[1\] ": lambda: dist.all_gather(strided, x),
-        "output_tensor_list.*share": lambda: dist.all_to_all(same, blocks),
-        r"tensors\[1\] and tensors\[3\] share": lambda: dist.all_reduce_coalesced(
-            [x, wide[:2], x, wide[1:3]]
+    first = r"tensor_list\[0\] and tensor_list\[1\] share memory"
+    each = r"_lists\[0\]\[(\d)\] and .*_lists\[1\]\[\1\]"
+    for text, call in (
+        (first, lambda: dist.all_gather(same, x)),
+        (first, lambda: dist.all_gather(shifted, np.ones(3))),
+        (first, lambda: dist.all_gather(strided, x)),
+        ("output_tensor_list.*share", lambda: dist.all_to_all(same, blocks)),
+        (
+            r"tensors\[1\] and tensors\[3\] share",
+            lambda: dist.all_reduce_coalesced([x, wide[:2], x, wide[1:3]]),
         ),
-        r"_lists\[0\]\[(\d)\] and .*_lists\[1\]\[\1\]": lambda: dist.all_gather_coalesced(
-            [others] * 2, [x, x]
-        ),
-        "gather_list.*share": lambda: dist.gather(x, same if rank == root else None, root),
-    }
-    for text, call in calls.items():
+        (each, lambda: dist.all_gather_coalesced([others] * 2, [x, x])),
+        ("gather_list.*share", lambda: dist.gather(x, same if rank == root else None, root)),
+    ):
         for _ in range(2):  # also as a call that was seen before
             refused_here = rank == root or not text.startswith("gather")
             with pytest.raises(ArrayError if refused_here else MismatchError, match=text):
@@ -509,10 +496,8 @@ def test_outputs_that_share_memory_are_refused(rank, world_size):
     dist.all_gather([columns[:, k] for k in range(n)], x)
     assert (columns == np.arange(n) + 1.0).all()
     dist.all_gather([np.zeros(0)] * n, np.zeros(0))  # no element is shared
-    woven = np.zeros(100)
-    with pytest.raises(
-        ArrayError, match=r"tensors\[0\] and tensors\[2\] share"
-    ):  # the second lies between them
+    woven = np.zeros(100)  # the second lies between the others
+    with pytest.raises(ArrayError, match=r"tensors\[0\] and tensors\[2\] share"):
         dist.all_reduce_coalesced([woven[::2], woven[1::2], woven[40:44:2]])
     many = np.zeros((20, 3))
     dist.all_reduce_coalesced([many[k] for k in np.random.default_rng(1).permutation(20)])
