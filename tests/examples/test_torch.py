@@ -26,7 +26,7 @@ WORDS = {
     "torch_fsdp2.py": ["--steps", "40"],
 }
 BACKENDS = ("gloo", "fastcoll")  # in this order, see keep_gloo
-LAUNCH, TORCHRUN = ["fastcoll.launch", "-n", "2"], ["torch.distributed.run", "--nproc-per-node", "2"]
+LAUNCH = ["fastcoll.launch", "-n", "2"]  # tests/pytorch also uses torchrun
 
 pytestmark = [
     pytest.mark.skipif(find_spec("torch") is None, reason="needs torch: pip install '.[torch]'"),
@@ -54,30 +54,20 @@ def printed():
     return {(name, backend): printed_by[name + backend] for name, backend in product(WORDS, BACKENDS)}
 
 
-def test_every_example_with_torch_is_tested():
-    assert {path.name for path in EXAMPLES.glob("torch_*.py")} == set(WORDS)
-
-
 @pytest.mark.parametrize("name", WORDS)
 def test_losses_are_those_of_gloo(printed, name):
+    assert {path.name for path in EXAMPLES.glob("torch_*.py")} == set(WORDS)
     gloo, fastcoll = (losses(printed[name, backend]) for backend in BACKENDS)
     assert len(fastcoll) >= 3
     assert fastcoll[-1] < 0.9 * fastcoll[0]
     assert fastcoll == pytest.approx(gloo, rel=0, abs=1e-5)
 
 
-def test_torchrun_starts_it_too(printed):
-    name = "torch_ddp_digits.py"
-    under_torchrun = run(TORCHRUN, EXAMPLES / name, *WORDS[name])
-    assert losses(under_torchrun) == pytest.approx(losses(printed[name, "fastcoll"]), rel=0, abs=1e-5)
-    assert "test accuracy" in under_torchrun
-
-
 def test_a_compiled_step_learns_as_one_that_is_not_compiled():
     script = EXAMPLES / "compiled" / "train_step.py"
-    compiled, plain = (run(LAUNCH, script, "--epochs", "3", *words) for words in ([], ["--compiler", "none"]))
+    compiled, plain = (run(LAUNCH, script, "--epochs", "2", *words) for words in ([], ["--compiler", "none"]))
     assert losses(compiled) == pytest.approx(losses(plain), rel=0, abs=1e-5)
-    assert losses(compiled)[-1] < 0.6 * losses(compiled)[0]
+    assert losses(compiled)[-1] < 0.8 * losses(compiled)[0]
     assert "test accuracy" in compiled
 
 

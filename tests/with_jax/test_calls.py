@@ -1,8 +1,9 @@
-"""Every call from JAX against NumPy: eagerly, jitted, with a token; groups. (All dtypes: test_conformance_jax.py.)"""
+"""Every call from JAX against NumPy: eager, jitted, with a token; groups. (All reductions: test_conformance_jax.py.)"""
 
 from __future__ import annotations
 
 import numpy as np
+import oracle
 import pytest
 from oracle import assert_same, reduced, values
 
@@ -11,6 +12,10 @@ from fastcoll.core.point_to_point import PointToPoint
 from fastcoll.record.recorder import own
 
 MODES = ("eager", "jit", "token")
+ARRAYS = [
+    (5000, np.dtype("f4")),
+    *((31, each) for each in (oracle.BOOL, *oracle.HALVES, *map(np.dtype, ("f8", "c16")))),
+]
 
 
 def do(jax, mode, function, *arrays, **how):
@@ -40,37 +45,46 @@ def do(jax, mode, function, *arrays, **how):
 @pytest.mark.ranks(1, 3, timeout=120)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_call(rank, world_size, jax, fj, mode):
-    n, last = world_size, world_size - 1
-    right, left = (rank + 1) % n, (rank - 1) % n
-    for count in (1, 5000) if mode == "jit" else (5,):
-        inputs = [values(r, count, np.dtype(np.float32), 1) for r in range(n)]
-        wholes = [values(r, n * count, np.dtype(np.float32), 2).reshape(n, count) for r in range(n)]
-        mine = inputs[rank]
-        assert_same(do(jax, mode, fj.all_reduce, mine), reduced(inputs, dist.ReduceOp.SUM), "all_reduce")
-        found = do(jax, mode, fj.reduce, mine, dst=last)
-        assert_same(found, reduced(inputs, dist.ReduceOp.SUM) if rank == last else mine, "reduce")
-        assert_same(do(jax, mode, fj.scan, mine), reduced(inputs[: rank + 1], dist.ReduceOp.SUM), "scan")
-        assert_same(do(jax, mode, fj.broadcast, mine, src=last), inputs[last], "broadcast")
-        assert_same(do(jax, mode, fj.all_gather, mine), np.stack(inputs), "all_gather")
-        assert_same(
-            do(jax, mode, fj.gather, mine, dst=last), np.stack(inputs) if rank == last else mine, "gather"
-        )
-        given = wholes[last] if rank == last else np.zeros_like(mine)
-        assert_same(do(jax, mode, fj.scatter, given, src=last), wholes[last][rank], "scatter")
-        found = do(jax, mode, fj.reduce_scatter, wholes[rank])
-        assert_same(found, reduced(wholes, dist.ReduceOp.SUM)[rank], "reduce_scatter")
-        found = do(jax, mode, fj.all_to_all, wholes[rank])
-        assert_same(found, np.stack([whole[rank] for whole in wholes]), "all_to_all")
-        found = do(jax, mode, fj.sendrecv, mine, mine, dst=right, src=left, tag=3)
-        assert_same(found, inputs[left], "sendrecv")
-        if n > 1 and rank == 0:
-            do(jax, mode, fj.send, mine, dst=1)
-        elif rank == 1:
-            assert_same(do(jax, mode, fj.recv, np.zeros_like(mine), src=0), inputs[0], "recv")
-            do(jax, mode, fj.send, mine, dst=0, tag=7)
-        if n > 1 and rank == 0:
-            assert_same(do(jax, mode, fj.recv, np.zeros_like(mine), tag=7), inputs[1], "recv from any rank")
-        do(jax, mode, fj.barrier)
+    for count, dtype in ARRAYS if mode == "jit" else [(1, np.dtype("f4"))]:
+        with jax.enable_x64(dtype.name in ("float64", "complex128")):
+            every_call(rank, world_size, jax, fj, mode, count, dtype)
+
+
+@pytest.mark.ranks(2, timeout=180, backend="tcp")
+def test_every_call_over_tcp(rank, world_size, jax, fj):
+    every_call(rank, 2, jax, fj, "jit", 300_007, np.dtype("f4"))
+
+
+def every_call(rank, n, jax, fj, mode, count, dtype):
+    right, left, last = (rank + 1) % n, (rank - 1) % n, n - 1
+    inputs = [values(r, count, dtype, 1) for r in range(n)]
+    wholes = [values(r, n * count, dtype, 2).reshape(n, count) for r in range(n)]
+    mine = inputs[rank]
+    assert_same(do(jax, mode, fj.all_reduce, mine), reduced(inputs, dist.ReduceOp.SUM), "all_reduce")
+    found = do(jax, mode, fj.reduce, mine, dst=last)
+    assert_same(found, reduced(inputs, dist.ReduceOp.SUM) if rank == last else mine, "reduce")
+    assert_same(do(jax, mode, fj.scan, mine), reduced(inputs[: rank + 1], dist.ReduceOp.SUM), "scan")
+    assert_same(do(jax, mode, fj.broadcast, mine, src=last), inputs[last], "broadcast")
+    assert_same(do(jax, mode, fj.all_gather, mine), np.stack(inputs), "all_gather")
+    assert_same(
+        do(jax, mode, fj.gather, mine, dst=last), np.stack(inputs) if rank == last else mine, "gather"
+    )
+    given = wholes[last] if rank == last else np.zeros_like(mine)
+    assert_same(do(jax, mode, fj.scatter, given, src=last), wholes[last][rank], "scatter")
+    found = do(jax, mode, fj.reduce_scatter, wholes[rank])
+    assert_same(found, reduced(wholes, dist.ReduceOp.SUM)[rank], "reduce_scatter")
+    found = do(jax, mode, fj.all_to_all, wholes[rank])
+    assert_same(found, np.stack([whole[rank] for whole in wholes]), "all_to_all")
+    found = do(jax, mode, fj.sendrecv, mine, mine, dst=right, src=left, tag=3)
+    assert_same(found, inputs[left], "sendrecv")
+    if n > 1 and rank == 0:
+        do(jax, mode, fj.send, mine, dst=1)
+    elif rank == 1:
+        assert_same(do(jax, mode, fj.recv, np.zeros_like(mine), src=0), inputs[0], "recv")
+        do(jax, mode, fj.send, mine, dst=0, tag=7)
+    if n > 1 and rank == 0:
+        assert_same(do(jax, mode, fj.recv, np.zeros_like(mine), tag=7), inputs[1], "recv from any rank")
+    do(jax, mode, fj.barrier)
 
 
 @pytest.mark.ranks(3, timeout=120)
@@ -106,7 +120,9 @@ def test_messages_of_programs_run_without_python(rank, world_size, jax, fj, monk
     for name in ("send_apart", "recv_apart"):
         method = getattr(PointToPoint, name)
         monkeypatch.setattr(
-            PointToPoint, name, lambda *args, method=method: python_calls.append(method) or method(*args)
+            PointToPoint,
+            name,
+            lambda *args, name=name, method=method: python_calls.append(name) or method(*args),
         )
     there = jax.jit(lambda x: fj.send(x, 1 - rank) or x)
     here = jax.jit(lambda x: fj.recv(x, 1 - rank))
@@ -115,27 +131,23 @@ def test_messages_of_programs_run_without_python(rank, world_size, jax, fj, monk
         for program in (there, here) if rank else (here, there):
             program(x).block_until_ready()
         jax.effects_barrier()
-    assert 2 <= len(python_calls) < 100  # the first call of each, and a few beside other operations
+    # Python has the first call of each, and those beside other operations: on a busy machine some, but never all.
+    assert {*python_calls} == {"send_apart", "recv_apart"}
+    assert all(python_calls.count(name) < 100 for name in python_calls)
 
 
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_status_has_the_source_and_tag_of_a_message_of_any_tag(rank, world_size, jax, fj, mode):
-    x, like, status = np.float32([rank, 5]), np.float32([1, 2, 3]), dist.Status()
+def test_tags_and_the_status_of_a_message_of_any_tag(rank, world_size, jax, fj, mode):
+    other, x, status = 1 - rank, np.float32([rank, 5]), dist.Status()
     if rank == 0:
         do(jax, mode, fj.send, x, dst=1, tag=7)
     else:
-        found = do(jax, mode, fj.recv, like, tag=dist.ANY_TAG, status=status)
+        found = do(jax, mode, fj.recv, np.float32([1, 2, 3]), tag=dist.ANY_TAG, status=status)
         assert_same(found, np.float32([0, 5, 3]))
         assert (status.source, status.tag, status.count, status.nbytes) == (0, 7, 2, 8)
-    found = do(jax, mode, fj.sendrecv, x, x, dst=1 - rank, src=1 - rank, tag=rank, recv_tag=dist.ANY_TAG)
-    assert_same(found, np.float32([1 - rank, 5]))
-
-
-@pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_sendrecv_may_have_two_tags(rank, world_size, jax, fj, mode):
-    other, x = 1 - rank, np.float32([rank, 5])
+    found = do(jax, mode, fj.sendrecv, x, x, dst=other, src=other, tag=rank, recv_tag=dist.ANY_TAG)
+    assert_same(found, np.float32([other, 5]))
     found = do(jax, mode, fj.sendrecv, x, x, dst=other, src=other, tag=rank, recv_tag=other)
     assert_same(found, np.float32([other, 5]))
 
@@ -236,18 +248,20 @@ def test_derivatives_and_batches(rank, world_size, jax, fj):
     def with_token(x):
         return (fj.all_reduce(x, token=fj.create_token())[0] ** 3).sum()
 
-    def averaged(x):
-        return (fj.all_reduce(x, dist.ReduceOp.AVG) ** 2).sum()
-
     def looped(x):
         return jax.lax.scan(lambda c, _: (fj.all_reduce(c) / 2, None), x, length=3)[0].sum()
 
-    for grad in (jax.grad, lambda f: jax.jit(jax.grad(f))):
-        assert_same(np.asarray(grad(loss)(x)), 3 * total**2, "grad")
-        assert_same(np.asarray(grad(with_token)(x)), 3 * total**2, "grad with a token")
-        assert_same(np.asarray(grad(jax.checkpoint(loss))(x)), 3 * total**2, "checkpoint")
-        assert_same(np.asarray(grad(averaged)(x)), total / 2, "AVG")
-        assert_same(np.asarray(grad(looped)(x)), np.float32([0.125, 0.125]), "scan")
+    for what, function, gradient in (
+        ("all_reduce", loss, 3 * total**2),
+        ("with a token", with_token, 3 * total**2),
+        ("checkpoint", jax.checkpoint(loss), 3 * total**2),
+        ("AVG", lambda x: (fj.all_reduce(x, dist.ReduceOp.AVG) ** 2).sum(), total / 2),
+        ("scan", looped, [0.125, 0.125]),
+        ("sendrecv", lambda x: ((rank + 1) * fj.sendrecv(x, x, 1 - rank, 1 - rank)).sum(), [2.0 - rank] * 2),
+        ("all_to_all", lambda x: ((rank + 1) * fj.all_to_all(x)).sum(), [1, 2]),
+    ):
+        for grad in (jax.grad(function), jax.jit(jax.grad(function))):
+            assert_same(np.asarray(grad(x)), np.float32(gradient), what)
     y, t = jax.jit(lambda x: jax.jvp(fj.all_reduce, (x,), (x,)))(x)
     assert_same(np.asarray(y), total, "jvp")
     assert_same(np.asarray(t), total, "jvp")
@@ -257,10 +271,6 @@ def test_derivatives_and_batches(rank, world_size, jax, fj):
     assert_same(np.asarray(back), x, "transpose")
     (again,) = jax.linear_transpose(lambda c: jax.linear_transpose(fj.all_reduce, x)(c)[0], x)(x)
     assert_same(np.asarray(again), total, "transpose of the transpose")
-    sent = jax.grad(lambda x: ((rank + 1) * fj.sendrecv(x, x, 1 - rank, 1 - rank)).sum())(x)
-    assert_same(np.asarray(sent), np.full(2, 2.0 - rank, np.float32), "sendrecv")
-    sent = jax.grad(lambda x: ((rank + 1) * fj.all_to_all(x)).sum())(x)
-    assert_same(np.asarray(sent), np.float32([1, 2]), "all_to_all")
     for function, text in (
         (lambda x: fj.all_reduce(x, dist.ReduceOp.MAX).sum(), "of reductions SUM and AVG"),
         (lambda x: fj.all_gather(x).sum(), "has a derivative forward alone"),

@@ -1,27 +1,19 @@
-"""The conformance suite through fastcoll.jax: its tests run with functions that call fastcoll.jax's, each jitted.
+"""Reductions of every dtype, layouts inside programs, and calls with a dead rank, through jitted calls of fastcoll.jax.
 
-Results are copied into the suite's arrays, and JAX's errors are converted to fastcoll's by their texts. Calls have no
-token in worlds of two, so that JAX orders them, and a token in worlds of three. fastcoll.jax has no exscan, no blocks
-of different sizes, no coalesced calls, no posted messages, no `async_op`, and only JAX's dtypes: tests of these are
-left out. JAX's arrays have no strides; `test_layouts_inside_programs` tests layouts.
+test_calls.py has the other calls, with a dtype of each size, and test_failures.py wrong calls.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import signal
-import time
-from contextlib import ExitStack
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import oracle
 import pytest
-from conformance import test_moves, test_point_to_point, test_reductions, test_wrong_calls
+from oracle import assert_same, reduced, values
 
 import fastcoll as dist
 
@@ -31,11 +23,7 @@ fj = pytest.importorskip("fastcoll.jax")
 pytestmark = pytest.mark.long  # test_calls.py and test_failures.py call every function
 
 SUM = dist.ReduceOp.SUM
-# Compiling a program takes 14 ms for each dtype, operation and length. So there are few lengths, and one test has all
-# dtypes.
 COUNTS = (0, 31, 1009)
-FEW = [np.dtype(name) for name in ("uint8", "bool", "float32", "complex128")]
-SIZES = [oracle.BOOL, *oracle.HALVES, *map(np.dtype, ("int32", "float64", "complex128"))]
 
 
 @cache
@@ -48,177 +36,40 @@ def program(name: str, with_token: bool, **how: Any) -> Any:
     return jax.jit(run)
 
 
-def call(name: str, *arrays: Any, **how: Any) -> Any:
-    """Make a call; return its result as a NumPy array, or raise fastcoll's error."""
-    try:
-        found = program(name, dist.get_world_size() == 3, **how)(*arrays)
-        if found is None:  # from send and barrier without a token
-            return jax.effects_barrier()
-        return np.asarray(found[0] if isinstance(found, tuple) else found)
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        reported = re.match(r"[A-Z_]+: fastcoll\.errors\.(\w+): (.*)", str(error), re.DOTALL)
-        if not reported:
-            raise
-        fj.clear_errors()
-        raise getattr(dist, reported[1])(reported[2]) from None
-
-
-def in_place(name: str) -> Any:
-    def written(x: Any, root: int | None = None, op: Any = SUM) -> None:
-        at_root = {} if root is None else {"src" if name == "broadcast" else "dst": int(root)}
-        x[...] = call(name, x, **at_root, **({} if name == "broadcast" else {"op": op}))
-
-    if name in ("broadcast", "reduce"):
-        return written
-    return lambda x, op=SUM: written(x, None, op)
-
-
-def stacked(out: Any, found: Any) -> None:
-    out[...] = found.reshape(out.shape)
-
-
-def all_gather(outs: Any, x: Any) -> None:
-    for out, row in zip(outs, call("all_gather", x), strict=True):
-        out[...] = row
-
-
-def all_to_all(outs: Any, blocks: Any) -> None:
-    for out, row in zip(outs, call("all_to_all", np.stack(blocks)), strict=True):
-        out[...] = row
-
-
-def gather_single(x: Any, out: Any = None, dst: int = 0) -> None:
-    found = call("gather", x, dst=int(dst))
-    if out is not None:
-        stacked(out, found)
-
-
-def scatter_single(out: Any, x: Any = None, src: int = 0) -> None:
-    stacked(out, call("scatter", out if x is None else rows(x), src=int(src)))
-
-
-def rows(x: Any) -> Any:
-    return x.reshape(dist.get_world_size(), -1)
-
-
-def send(x: Any, dst: int, tag: int = 0) -> None:
-    call("send", x, dst=dst, tag=tag)
-
-
-def recv(x: Any, src: int | None = None, tag: int = 0) -> int:
-    x[...] = call("recv", x, src=src, tag=tag)
-    return src
-
-
-def sendrecv(posted: Any) -> list[Any]:
-    """Do a `batch_isend_irecv` of two operations."""
-    (_, x, dst), (_, out, src) = posted
-    out[...] = call("sendrecv", x, out, dst=dst, src=src)
-    return []
-
-
-THROUGH_JAX = {
-    **{name: in_place(name) for name in ("all_reduce", "reduce", "scan", "broadcast")},
-    "reduce_scatter_single": lambda out, x, op=SUM: stacked(out, call("reduce_scatter", rows(x), op=op)),
-    "all_gather": all_gather,
-    "all_gather_into_tensor": lambda out, x: stacked(out, call("all_gather", x)),
-    "all_to_all": all_to_all,
-    "all_to_all_single": lambda out, x: stacked(out, call("all_to_all", rows(x))),
-    "gather_single": gather_single,
-    "scatter_single": scatter_single,
-    "send": send,
-    "recv": recv,
-    "P2POp": lambda *posted: posted,
-    "batch_isend_irecv": sendrecv,
-    "barrier": lambda: call("barrier"),
-}
-
-
-def run(module: Any, test: str, dtypes: Any, *args: Any) -> None:
-    """Run a test of the suite, for some dtypes."""
-    names = {each: getattr(dist, each) for each in dist.__all__}
-    with ExitStack() as patched:
-        for place in {oracle, module}:
-            if hasattr(place, "counts"):
-                patched.enter_context(patch.object(place, "counts", lambda world_size: COUNTS))
-        patched.enter_context(patch.object(module, "dist", SimpleNamespace(**{**names, **THROUGH_JAX})))
-        patched.enter_context(patch.object(oracle, "DTYPES", dtypes))
-        patched.enter_context(patch.object(oracle, "MOVABLE", dtypes))
-        patched.enter_context(jax.enable_x64(True))
-        getattr(module, test)(*args)
-
-
-REDUCTIONS = {
-    "test_all_reduce": oracle.DTYPES,
-    "test_reduce": FEW,
-    "test_scan_and_exscan": FEW,
-    "test_reduce_scatter_single": FEW,
-}
-
-
-@pytest.mark.parametrize("name", REDUCTIONS)
-@pytest.mark.ranks(2, 3, timeout=180)
-def test_reductions_as_outside(rank, world_size, name):
-    run(test_reductions, name, REDUCTIONS[name] if world_size == 2 else FEW, rank, world_size)
-
-
-@pytest.mark.parametrize(
-    "name", ["test_broadcast", "test_all_gather", "test_gather_and_scatter_of_one_array"]
-)
-@pytest.mark.ranks(2, 3, timeout=180)
-def test_moves_as_outside(rank, world_size, name):
-    run(test_moves, name, SIZES, rank, world_size)
+def call(name: str, *arrays: Any, with_token: bool = True, **how: Any) -> Any:
+    """Make a call; return its result as a NumPy array."""
+    found = program(name, with_token, **how)(*arrays)
+    if found is None:  # from barrier without a token
+        return jax.effects_barrier()
+    return np.asarray(found[0] if isinstance(found, tuple) else found)
 
 
 @pytest.mark.ranks(2, 3, timeout=180)
-def test_all_to_all_as_outside(rank, world_size):
-    run(test_moves, "test_all_to_all", SIZES, rank, world_size, 0)
+def test_reductions_of_every_dtype(rank, world_size):
+    """In a world of three they have tokens; in one of two JAX orders them."""
+    n, with_token = world_size, world_size == 3
+    cases = [(dtype, op) for dtype in oracle.DTYPES for op in oracle.ops_for(dtype)]
+    with jax.enable_x64(True):
+        for number, (dtype, op) in enumerate(cases):
+            root, count = number % n, COUNTS[number % len(COUNTS)]
+            inputs = [values(r, n * count, dtype).reshape(n, count) for r in range(n)]
+            total = reduced(inputs, op)
+            for name, how, want in (
+                ("all_reduce", {}, total),
+                ("reduce", {"dst": root}, total if rank == root else inputs[rank]),
+                ("scan", {}, reduced(inputs[: rank + 1], op)),
+                ("reduce_scatter", {}, total[rank]),
+            ):
+                found = call(name, inputs[rank], with_token=with_token, op=op, **how)
+                assert_same(found, want, (name, dtype, op, count))
 
 
 @pytest.mark.ranks(2, 3, timeout=180)
-def test_barrier_as_outside(rank, world_size, tmp_path):
-    run(test_moves, "test_barrier_orders_what_ranks_do", SIZES, rank, world_size, tmp_path)
-
-
-@pytest.mark.ranks(2, 3, timeout=180)
-@pytest.mark.parametrize("name", ["test_ring_of_every_dtype", "test_blocking_calls_of_every_length"])
-def test_messages_as_outside(rank, world_size, name):
-    run(test_point_to_point, name, SIZES, rank, world_size)
-
-
-@pytest.mark.ranks(2, timeout=180)
-def test_messages_that_do_not_fit_as_outside(rank, world_size):
-    name = "test_a_message_that_does_not_fit_is_an_error_on_both_sides"
-    run(test_point_to_point, name, SIZES, rank, world_size, 9)
-
-
-WRONG = (
-    "operation",
-    "dtype",
-    "count",
-    "large count",
-    "root",
-    "reduce op",
-    "custom",
-    "broadcast size",
-    "reduce",
-)
-
-
-@pytest.mark.ranks(2, 3, timeout=180)
-def test_wrong_calls_as_outside(rank, world_size):
-    for name in WRONG:
-        run(test_wrong_calls, "test_both_calls_are_named_on_every_rank", SIZES, rank, world_size, name)
-
-
-@pytest.mark.ranks(2, timeout=180, backend="tcp")
-def test_over_tcp_as_outside(rank, world_size):
-    for name in ("test_all_reduce", "test_scan_and_exscan"):
-        run(test_reductions, name, FEW[2:3], rank, world_size)
-    for name in ("test_broadcast", "test_all_gather"):
-        run(test_moves, name, FEW[2:3], rank, world_size)
-    run(test_point_to_point, "test_blocking_calls_of_every_length", SIZES, rank, world_size)
-    run(test_wrong_calls, "test_both_calls_are_named_on_every_rank", SIZES, rank, world_size, "count")
+def test_a_barrier_orders_what_ranks_do(rank, world_size, tmp_path):
+    for turn in range(20):
+        (tmp_path / f"{turn}-{rank}").touch()
+        call("barrier", with_token=world_size == 3)
+        assert all((tmp_path / f"{turn}-{r}").exists() for r in range(world_size))
 
 
 @pytest.mark.ranks(2, timeout=180)
@@ -235,11 +86,9 @@ def test_layouts_inside_programs(rank, world_size):
     )
     for token in (None, fj.create_token()):
         gather = jax.jit(lambda x: [fj.all_gather(view(x), token=token) for view in views])  # noqa: B023
-        for view, found in zip(
-            views, gather(base) if token is None else [y for y, _ in gather(base)], strict=True
-        ):
+        for view, found in zip(views, gather(base), strict=True):
             both = [np.asarray(view(base + 100 * (r - rank))) for r in range(2)]
-            oracle.assert_same(np.asarray(found), np.stack(both))
+            assert_same(np.asarray(found if token is None else found[0]), np.stack(both))
 
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -256,8 +105,8 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.ranks(3, timeout=180, fresh=True, may_die=(2,))
-def test_a_dead_rank_is_named_by_every_call(rank, world_size, tmp_path):
-    """Each call has its own group, which all ranks have used; rank 2 dies while rank 0 waits for it."""
+def test_a_dead_rank_is_named_by_every_call(rank, world_size):
+    """Each call has its own group, which all ranks have used before rank 2 dies."""
     x = np.ones((3, 2), np.float32)
     arrays = {"barrier": (), "sendrecv": (x, x), "scatter": (x if rank == 2 else x[0],)}
     groups = {name: dist.new_group(timeout=60) for name in CALLS}
@@ -269,18 +118,18 @@ def test_a_dead_rank_is_named_by_every_call(rank, world_size, tmp_path):
                 call(name, *arrays.get(name, (x,)), group=group, **how)
     others = dist.new_group([0, 1])
     dist.barrier()
-    waits = tmp_path / "waits"
     if rank == 2:
-        while not waits.exists():
-            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
-    waits.touch()
+    died = pytest.raises(
+        (jax.errors.JaxRuntimeError, ValueError),
+        match=r"UNAVAILABLE: fastcoll.errors.PeerDiedError: .*rank 2 \(pid",
+    )
     for _ in range(2):
         for name, group in groups.items():
-            with pytest.raises(dist.PeerDiedError, match=r"rank 2 \(pid \d+ on .*\) died"):
+            with died:
                 call(name, *arrays.get(name, (x,)), group=group, **CALLS[name])
-    found = call("all_reduce", np.float32([rank]), group=others, op=SUM)
-    assert found == 1
+            fj.clear_errors()
+    assert call("all_reduce", np.float32([rank]), group=others, op=SUM) == 1
 
 
 def test_every_function_has_been_called():
