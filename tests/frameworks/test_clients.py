@@ -1,4 +1,4 @@
-"""Frameworks run unchanged: their losses are Gloo's, and the other ranks get an error when a rank ends.
+"""Frameworks run unchanged: their losses are Gloo's, and actors get an error when another one ends.
 
 Each framework takes seconds to import, so few programs run many checks. .ci/run has an environment for them.
 """
@@ -24,7 +24,6 @@ HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "frameworks.md"
 DEADLINE = 280.0
 pytestmark = pytest.mark.limit(900)  # several programs with long imports
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
@@ -77,11 +76,9 @@ def test_frameworks_have_the_losses_of_gloo(tmp_path: Path) -> None:
         results[default] = [json.loads((tmp_path / f"{default}-{rank}.json").read_text()) for rank in (0, 1)]
     for ours, gloo in zip(results["gloo"], results[""], strict=True):
         assert len(ours) == 6
-        for name in ours:
-            assert (ours[name]["group"], gloo[name]["group"]) == ("FastcollProcessGroup", "ProcessGroup"), (
-                name
-            )
-            assert ours[name]["values"] == pytest.approx(gloo[name]["values"], rel=1e-6), name
+        for name, (one, other) in {name: (ours[name], gloo[name]) for name in ours}.items():
+            assert (one["group"], other["group"]) == ("FastcollProcessGroup", "ProcessGroup"), name
+            assert one["values"] == pytest.approx(other["values"], rel=1e-6), name
 
 
 # For each command on the page, its train.py and the last output of each of two ranks.
@@ -107,18 +104,14 @@ def test_each_command_of_the_page_is_known() -> None:
 @pytest.mark.parametrize("command", ON_THE_PAGE)
 def test_commands_of_the_page_as_typed(tmp_path: Path, command: str) -> None:
     program, arguments, line = ON_THE_PAGE[command]
-    output = end(
-        begin(typing(tmp_path, program), "sh", "-c", f"cd {tmp_path} && {command} {' '.join(arguments)}")
-    )
+    output = typed(tmp_path, program, f"{command} {' '.join(arguments)}")
     assert all(line.format(rank) in output for rank in range(2)), output
 
 
 @needs("accelerate")
 def test_accelerate_that_starts_one_process_instead_of_two_is_warned_of(tmp_path: Path) -> None:
-    launch = (
-        f"cd {tmp_path} && FASTCOLL_TORCH_DEFAULT=gloo accelerate launch --cpu --num_processes 2 train.py"
-    )
-    output = end(begin(typing(tmp_path, "accelerated.py"), "sh", "-c", launch))
+    launch = "FASTCOLL_TORCH_DEFAULT=gloo accelerate launch --cpu --num_processes 2 train.py"
+    output = typed(tmp_path, "accelerated.py", launch)
     assert "0 of 1: no group" in output, output
     assert "accelerate launch has started this process alone" in output, output
 
@@ -134,8 +127,8 @@ def test_accelerate_that_starts_all_processes_is_not_warned_of() -> None:
     assert not is_alone_under_accelerate({**one, **meeting, "PMI_RANK": "0"})
 
 
-def typing(folder: Path, program: str) -> dict[str, str]:
-    """Return an environment for a shell that has the program as `train.py`, and this Python's commands.
+def typed(folder: Path, program: str, command: str) -> str:
+    """Return the output of a command in a shell that has the program as `train.py`, and this Python's commands.
 
     The torchrun on the PATH may belong to a parent environment, and would start the parent's Python.
     """
@@ -143,18 +136,9 @@ def typing(folder: Path, program: str) -> dict[str, str]:
     torchrun = folder / "torchrun"
     torchrun.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
     torchrun.chmod(0o700)
-    return {
-        "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(HERE.parent),
-    }
-
-
-@needs("accelerate")  # environments with torch alone skip this, as it takes half a minute
-@pytest.mark.parametrize("how", ["exception", "SIGKILL", "exit"])
-def test_torchrun_restarts_ranks(how: str) -> None:
-    default = {"FASTCOLL_TORCH_DEFAULT": "gloo"}
-    output = end(start(default, *TORCHRUN, "--max-restarts", "1", HERE / "restarted.py", how))
-    assert output.count("start 1: FastcollProcessGroup [4.0, 4.0]") == 2, output
+    path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shell = {"PATH": path, "PYTHONPATH": str(HERE.parent)}
+    return end(begin(shell, "sh", "-c", f"cd {folder} && {command}"))
 
 
 @needs("ray")

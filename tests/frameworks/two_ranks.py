@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
+def model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
@@ -35,10 +35,7 @@ def checkpoints() -> list[float]:
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
-    net, other = (
-        fully_shard(model()),
-        fully_shard(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))),
-    )
+    net, other = fully_shard(model()), fully_shard(model(1))
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     checkpoint.save(net.state_dict(), checkpoint_id=folder[0])
@@ -83,15 +80,8 @@ def accelerate() -> list[float]:
         losses += run.gather(loss.detach()[None]).tolist()
     from accelerate.test_utils.scripts import test_ops
 
-    for test in (
-        test_ops.test_gather,
-        test_ops.test_gather_object,
-        test_ops.test_broadcast,
-        test_ops.test_pad_across_processes,
-        test_ops.test_reduce_sum,
-        test_ops.test_reduce_mean,
-    ):
-        test(run.state)
+    for name in "gather gather_object broadcast pad_across_processes reduce_sum reduce_mean".split():
+        getattr(test_ops, f"test_{name}")(run.state)
     AcceleratorState._reset_state(True)
     return losses
 
@@ -134,10 +124,10 @@ def lightning() -> list[float]:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    run = lightning.Trainer(
-        accelerator="cpu", strategy="ddp", devices=2, max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    run = lightning.Trainer(accelerator="cpu", strategy="ddp", devices=2, max_epochs=2, **quiet)
     run.fit(Net(), DataLoader(data(), 8))
     return [*losses, run.callback_metrics["loss"].item()]
 
