@@ -18,8 +18,6 @@ from pytorch.pair import data, equal, of_all, rank, reduced, same, size
 
 HALVES = (torch.float16, torch.bfloat16)
 GLOO_DTYPES = (*HALVES, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
-MORE_DTYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
-ONLY_MOVED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32, torch.complex128, torch.bool)
 
 
 def check_all_reduce_of_every_dtype_and_operation() -> None:
@@ -31,33 +29,13 @@ def check_all_reduce_of_every_dtype_and_operation() -> None:
             same(reduced(data(dtype, 9), op))
 
 
-def check_dtypes_that_gloo_refuses() -> None:
-    for dtype in MORE_DTYPES:
-        largest = reduced(data(dtype, 6), ReduceOp.MAX)(pair.OURS)
-        equal(largest.long(), of_all(torch.int64, 6).amax(0))
-    anywhere = reduced(torch.tensor([rank() == 1, False, True]), ReduceOp.MAX)(pair.OURS)
-    equal(anywhere, torch.tensor([True, False, True]))
-
-
 def check_complex_sums_averages_and_scaled_sums() -> None:
     same(reduced(torch.complex(data(torch.float32, 4), data(torch.float32, 4, salt=1))))
     whole = of_all(torch.float64, 4).sum(0)
     equal(reduced(data(torch.float64, 4), ReduceOp.AVG)(pair.OURS), whole / size())
     equal(reduced(data(torch.float64, 4), dist._make_nccl_premul_sum(0.5))(pair.OURS), whole * 0.5)
-
-
-def check_tensors_that_need_care() -> None:
-    expected = of_all(torch.float32, 4, 6).sum(0)
-    grid = data(torch.float32, 4, 6)
-    dist.all_reduce(grid.t(), group=pair.OURS)
-    equal(grid, expected)
-    parameter = data(torch.float32, 4, 6).requires_grad_()
-    dist.all_reduce(parameter, group=pair.OURS)
-    equal(parameter.detach(), expected)
-    single = torch.tensor(float(rank()))
-    dist.all_reduce(torch.empty(0), group=pair.OURS)
-    dist.all_reduce(single, group=pair.OURS)
-    equal(single, torch.tensor(3.0))
+    largest = reduced(data(torch.uint16, 6), ReduceOp.MAX)(pair.OURS)  # Gloo refuses this dtype
+    equal(largest.long(), of_all(torch.int64, 6).amax(0))
 
 
 def check_broadcast_and_reduce() -> None:
@@ -83,15 +61,6 @@ def check_gathers() -> None:
         return [*outs, joined, *(root_outs or [])]
 
     same(run)
-
-
-def check_gathers_that_gloo_refuses() -> None:
-    outs = [torch.empty(r + 1, 2, dtype=torch.int64) for r in range(size())]
-    dist.all_gather(outs, data(torch.int64, rank() + 1, 2), group=pair.OURS)
-    equal(outs, [data(torch.int64, r + 1, 2, of=r) for r in range(size())])
-    stacked = torch.empty(size(), 4)
-    dist.all_gather_single(stacked, data(torch.float32, 4), group=pair.OURS)
-    equal(stacked, of_all(torch.float32, 4))
 
 
 def check_scatters() -> None:
@@ -121,15 +90,6 @@ def check_all_to_alls() -> None:
     equal(outs, [data(torch.float32, rank() + 1, of=r) for r in range(size())])
 
 
-def check_dtypes_that_are_only_moved() -> None:
-    for dtype in ONLY_MOVED:
-        # Bytes 0 and 1 are valid values in every dtype.
-        contents = [(torch.arange(8 * dtype.itemsize) + r).to(torch.uint8) % 2 for r in range(size())]
-        outs = [torch.empty_like(content).view(dtype) for content in contents]
-        dist.all_gather(outs, contents[rank()].view(dtype), group=pair.OURS)
-        equal([out.view(torch.uint8) for out in outs], contents)
-
-
 def check_coalesced_operations() -> None:
     def run(group: Any) -> list[torch.Tensor]:
         xs = [data(torch.float32, 3), data(torch.float32, 2, 2)]
@@ -155,7 +115,7 @@ def check_coalesced_operations() -> None:
 def check_short_forms_that_groups_in_cpp_take() -> None:
     def run(group: Any) -> list[torch.Tensor]:
         xs = [data(torch.float32, 3, salt=k) for k in range(8)]
-        outs, gathered, part = [torch.empty(3) for _ in range(size())], [torch.empty(3)] * 0, torch.empty(3)
+        outs, part, piece = [torch.empty(3) for _ in range(size())], torch.empty(3), torch.empty(3)
         blocks = [data(torch.float32, 3, salt=r) for r in range(size())]
         group.allreduce(xs[0]).wait()
         group.allreduce([xs[1]]).wait()
@@ -169,7 +129,6 @@ def check_short_forms_that_groups_in_cpp_take() -> None:
         gathered = [torch.empty(3) for _ in range(size())] if rank() == 1 else []
         group.gather(gathered, blocks[1], root=1).wait()
         group.scatter(part, blocks if rank() == 2 else [], root=2).wait()
-        piece = torch.empty(3)
         group.reduce_scatter(piece, blocks, ReduceOp.SUM).wait()
         group.barrier(timeout=pair.TIMEOUT).wait()
         return [*xs[: 8 if rank() == 0 else 7], *outs, *gathered, part, piece]
@@ -179,10 +138,7 @@ def check_short_forms_that_groups_in_cpp_take() -> None:
 
 def check_sparse_sums() -> None:
     def run(group: Any, dtype: torch.dtype, asynchronous: bool) -> Any:
-        places = [
-            [rank(), 1, 1],
-            [0, 2, 2],
-        ]  # the second and third entry are at one index; rank 2 has no entry
+        places = [[rank(), 1, 1], [0, 2, 2]]  # two entries are at one index; rank 2 has no entry
         count = 0 if rank() == 2 else 3
         x = torch.sparse_coo_tensor(
             torch.tensor(places)[:, :count], data(dtype, 3, 4)[:count], (size(), 3, 4), check_invariants=True

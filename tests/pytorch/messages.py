@@ -72,9 +72,7 @@ def check_asynchronous_works() -> None:
     equal(works[3].get_future().wait(), [expected[3]])
     for work in works:
         assert work.wait()
-        assert work.is_completed()
-        assert work.is_success()
-        assert work.exception() is None
+        assert (work.is_completed(), work.is_success(), work.exception()) == (True, True, None)
     equal([work.result()[0] for work in works], expected)
     equal(xs, expected)
     assert works[0].get_future().done()

@@ -1,8 +1,12 @@
-"""A program that fails once: `torchrun --max-restarts 1 started_anew.py`. Each start joins both kinds of worlds."""
+"""A program that fails once: `torchrun --max-restarts 1 started_anew.py`. Each start joins both kinds of worlds.
+
+In the first start rank 1 is killed; rank 0 is in a call of both, or about to call.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 
 import numpy as np
 import torch
@@ -18,10 +22,10 @@ if __name__ == "__main__":
     fastcoll.init_process_group()
     dist.init_process_group("fastcoll")
     x, y = np.ones(2), torch.ones(2)
-    fastcoll.all_reduce(x)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(y)
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os._exit(7)
+    fastcoll.all_reduce(x)
     os.write(
         1, f"after a restart: {x.tolist()} {y.tolist()}\n".encode()
     )  # one write, because the ranks share a pipe

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch import pair
-from pytorch.pair import data, equal, rank, same, size
+from pytorch.pair import data, equal, rank, size
 
 Wrap = Callable[[nn.Module, Any], nn.Module]
 
@@ -41,22 +41,26 @@ def train(
     group: Any,
     wrap: Wrap,
     optimizer: Callable[..., Any] = torch.optim.SGD,
+    net: Callable[[], nn.Module] = Net,
+    batches: Sequence[tuple[torch.Tensor, Any]] = (),
     steps: int = 4,
+    uneven: bool = False,
     **forward: Any,
 ) -> list[float]:
     """Return the losses of some steps; all ranks start with the same model and have different data."""
     torch.manual_seed(1)
-    model = wrap(Net(), group)
+    model = wrap(net(), group)
     opt = optimizer(model.parameters(), lr=0.1)
     torch.manual_seed(2 + rank())
+    xs = [torch.randn(16, 8) for _ in range(steps)]
     losses = []
-    for _ in range(steps):
-        x = torch.randn(16, 8)
-        opt.zero_grad()
-        loss = (model(x, **forward) - x.sum(1, keepdim=True)).square().mean()
-        loss.backward()
-        opt.step()
-        losses.append(loss.item())
+    with model.join() if uneven else nullcontext():
+        for x, y in batches or [(x, x.sum(1, keepdim=True)) for x in xs]:
+            opt.zero_grad()
+            loss = (model(x, **forward) - y).square().mean()
+            loss.backward()
+            opt.step()
+            losses.append(loss.item())
     return losses
 
 
@@ -73,9 +77,9 @@ def ddp(model: nn.Module, group: Any, bucket_mb: float = 1e-4, **options: Any) -
 
 
 def check_ddp_trains_as_over_gloo() -> None:
-    agree(lambda group: train(group, ddp))
-    agree(lambda group: train(group, lambda m, g: ddp(m, g, static_graph=True, gradient_as_bucket_view=True)))
-    agree(lambda group: train(group, lambda m, g: ddp(m, g, find_unused_parameters=True), side=False))
+    agree(partial(train, wrap=ddp))
+    agree(partial(train, wrap=partial(ddp, static_graph=True, gradient_as_bucket_view=True)))
+    agree(partial(train, wrap=partial(ddp, find_unused_parameters=True), side=False))
 
 
 def check_ddp_with_hooks() -> None:
@@ -90,53 +94,29 @@ def check_ddp_with_hooks() -> None:
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return wrapped
 
-    agree(lambda group: train(group, halves))
-    agree(lambda group: train(group, low_rank, steps=6))
+    agree(partial(train, wrap=halves))
+    agree(partial(train, wrap=low_rank, steps=6))
 
 
 def check_ddp_with_uneven_inputs() -> None:
-    def joined(group: Any, unused: bool) -> list[float]:
-        torch.manual_seed(1)
-        model = ddp(nn.Linear(4, 1), group, find_unused_parameters=unused)
-        opt = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        with model.join():
-            for step in range(3 + 2 * rank()):
-                opt.zero_grad()
-                loss = (model(torch.full((2, 4), 0.1 * step + rank())) - 1).square().mean()
-                loss.backward()
-                opt.step()
-                losses.append(loss.item())
-        return losses
-
-    agree(partial(joined, unused=False))
-    agree(partial(joined, unused=True))
+    batches = [(torch.full((2, 4), 0.1 * step + rank()), 1) for step in range(3 + 2 * rank())]
+    for unused in (False, True):
+        wrap = partial(ddp, find_unused_parameters=unused)
+        agree(partial(train, wrap=wrap, net=partial(nn.Linear, 4, 1), batches=batches, uneven=True))
 
 
 def check_ddp_with_sparse_gradients() -> None:
-    def run(group: Any) -> list[float]:
-        torch.manual_seed(1)
-        model = ddp(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1)), group)
-        opt, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-        for step in range(4):
-            opt.zero_grad()
-            loss = (model(torch.tensor([rank(), step % 2, 7])) - 1).square().mean()
-            loss.backward()
-            opt.step()
-            losses.append(loss.item())
-        return losses
+    batches = [(torch.tensor([rank(), step % 2, 7]), 1) for step in range(4)]
 
-    agree(run)
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+
+    agree(partial(train, wrap=ddp, net=net, batches=batches))
 
 
 def check_zero_trains_as_over_gloo() -> None:
-    def run(group: Any) -> list[float]:
-        def sharded(parameters: Any, lr: float) -> Any:
-            return ZeroRedundancyOptimizer(parameters, torch.optim.Adam, process_group=group, lr=lr)
-
-        return train(group, ddp, sharded)
-
-    agree(run)
+    zero = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.Adam)
+    agree(lambda group: train(group, ddp, partial(zero, process_group=group)))
 
 
 def check_fsdp_trains_as_over_gloo() -> None:
@@ -145,7 +125,7 @@ def check_fsdp_trains_as_over_gloo() -> None:
         fully_shard(model.first, mesh=mesh)
         return fully_shard(model, mesh=mesh)
 
-    agree(lambda group: train(group, sharded))
+    agree(partial(train, wrap=sharded))
 
 
 def check_functional_collectives_on_a_mesh() -> None:
@@ -195,15 +175,3 @@ def check_compiled_functions_around_collectives() -> None:
         return torch.compile(ddp(model, group, bucket_mb=1), backend="eager")
 
     assert train(pair.OURS, compiled, steps=2) == pytest.approx(train(pair.GLOO, ddp, steps=2), rel=1e-5)
-
-
-def check_distributed_tensors() -> None:
-    def run(group: Any) -> list[torch.Tensor]:
-        mesh = DeviceMesh.from_group(group, "cpu")
-        whole = torch.arange(float(size() * 12)).reshape(size() * 2, 6)
-        rows = distribute_tensor(whole, mesh, [Shard(0)])
-        weights = distribute_tensor(whole.t(), mesh, [Replicate()])
-        columns = rows.redistribute(mesh, [Shard(1)])
-        return [(rows @ weights).full_tensor(), columns.to_local(), rows.sum().full_tensor()]
-
-    same(run)
