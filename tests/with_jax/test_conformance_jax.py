@@ -24,6 +24,7 @@ pytestmark = pytest.mark.long  # test_calls.py and test_failures.py call every f
 
 SUM = dist.ReduceOp.SUM
 COUNTS = (0, 31, 1009)
+FEW = [np.dtype(name) for name in ("uint8", "bool", "float32", "complex128")]  # a compilation takes 14 ms
 
 
 @cache
@@ -46,9 +47,9 @@ def call(name: str, *arrays: Any, with_token: bool = True, **how: Any) -> Any:
 
 @pytest.mark.ranks(2, 3, timeout=180)
 def test_reductions_of_every_dtype(rank, world_size):
-    """In a world of three they have tokens; in one of two JAX orders them."""
+    """In a world of three they have tokens; in one of two JAX orders them, and all_reduce has all dtypes."""
     n, with_token = world_size, world_size == 3
-    cases = [(dtype, op) for dtype in oracle.DTYPES for op in oracle.ops_for(dtype)]
+    cases = [(dtype, op) for dtype in (FEW if with_token else oracle.DTYPES) for op in oracle.ops_for(dtype)]
     with jax.enable_x64(True):
         for number, (dtype, op) in enumerate(cases):
             root, count = number % n, COUNTS[number % len(COUNTS)]
@@ -59,7 +60,7 @@ def test_reductions_of_every_dtype(rank, world_size):
                 ("reduce", {"dst": root}, total if rank == root else inputs[rank]),
                 ("scan", {}, reduced(inputs[: rank + 1], op)),
                 ("reduce_scatter", {}, total[rank]),
-            ):
+            )[: 4 if dtype in FEW else 1]:
                 found = call(name, inputs[rank], with_token=with_token, op=op, **how)
                 assert_same(found, want, (name, dtype, op, count))
 
