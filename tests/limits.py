@@ -48,9 +48,10 @@ class Limits:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         mark = item.get_closest_marker("limit")
-        self._tell(mark.args[0] if mark else SECONDS)
+        self._since = time.clock_gettime(time.CLOCK_BOOTTIME)
+        self.tell(mark.args[0] if mark else SECONDS)
         result = yield
-        self._tell(None)
+        self.tell(None)
         return result
 
     @pytest.hookimpl(wrapper=True)
@@ -68,10 +69,11 @@ class Limits:
         self._clock.wait()
         self._folder.cleanup()
 
-    def _tell(self, limit: float | None) -> None:
-        """Send the limit of the test that begins now; None: it has ended."""
+    def tell(self, limit: float | None, again: float | None = None) -> None:
+        """Send the time that the test has from now, and the time to fail after that; None: the test has ended."""
+        self.told = [limit, again or limit, self._since]
         with suppress(BrokenPipeError):
-            self._clock.stdin.write(f"{json.dumps([limit, time.clock_gettime(time.CLOCK_BOOTTIME)])}\n")
+            self._clock.stdin.write(f"{json.dumps(self.told)}\n")
 
 
 def descendants(pid: int, since: float) -> list[int]:
@@ -113,7 +115,7 @@ def write_stacks(pids: list[int], path: Path) -> None:
 def count(pid: int, stacks: Path) -> None:
     """Read the beginnings and ends of a pytest process's tests, and act when one exceeds its limit."""
     limit: float | None = None
-    is_last, since = False, 0.0
+    again, is_last, since = limit, False, 0.0
     while True:
         if not select.select([sys.stdin], [], [], limit)[0]:
             tests = descendants(pid, since)
@@ -128,12 +130,12 @@ def count(pid: int, stacks: Path) -> None:
             for each in tests:
                 with suppress(ProcessLookupError):
                     os.kill(each, signal.SIGKILL)
-            is_last = True  # the test has the same time again to fail
+            limit, is_last = again, True
             continue
         lines = os.read(sys.stdin.fileno(), 1 << 16).splitlines()
         if not lines:
             return
-        (limit, since), is_last = json.loads(lines[-1]), False
+        (limit, again, since), is_last = json.loads(lines[-1]), False
 
 
 if __name__ == "__main__":

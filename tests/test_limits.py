@@ -9,17 +9,24 @@ import pytest
 TESTS = """
     import subprocess, sys, time
     import pytest
+    from limits import Limits
 
-    @pytest.mark.limit(8)
-    def test_of_a_process_that_hangs():
-        program = "import time\\ndef is_stuck(): time.sleep(1000)\\nis_stuck()"
-        subprocess.run([sys.executable, "-c", program])
+    @pytest.fixture
+    def limits(pytestconfig):
+        return next(each for each in pytestconfig.pluginmanager.get_plugins() if isinstance(each, Limits))
 
-    def test_of_another():
-        pass
+    def test_of_a_process_that_hangs(limits):
+        program = "import time\\ndef is_stuck(): print(flush=True); time.sleep(1000)\\nis_stuck()"
+        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            limits.tell(0.1, again=100)
 
-    @pytest.mark.limit(8)
-    def test_that_hangs_itself():
+    @pytest.mark.limit(100)
+    def test_of_another(limits):
+        assert limits.told[:2] == [100, 100]
+
+    def test_that_hangs_itself(limits):
+        limits.tell(0.1)
         while True:
             time.sleep(1)
 """
