@@ -6,8 +6,7 @@ addresses are only used in these networks, so they collide with no others.
 
 | | in every host's own namespaces | shared with the machine |
 |---|---|---|
-| always | interfaces lo, eth0, eth1, ...; its name; /etc/hosts, with all names | other files, boot id, cores |
-| own_shm | /dev/shm | else /dev/shm |
+| always | interfaces lo, eth0, ...; its name; /dev/shm; /etc/hosts, with all names | other files, boot id, cores |
 | own_pids | process ids and /proc | else process ids |
 """
 
@@ -116,13 +115,13 @@ class Host:
         addresses6: the same for IPv6.
     """
 
-    def __init__(self, index: int, hosts: int, links: int, own_shm: bool, own_pids: bool) -> None:
+    def __init__(self, index: int, hosts: int, links: int, own_pids: bool) -> None:
         self.index = index
         self.name = f"host{index}"
         self.addresses = [f"10.77.{link}.{index + 1}" for link in range(links)]
         self.addresses6 = [f"fd77:{link}::{index + 1}" for link in range(links)]
         kinds = ["--net", "--mount", "--uts", *(["--pid"] if own_pids else [])]
-        shm = "mount -t tmpfs -o size=1g,mode=1777 fastcoll-host /dev/shm" if own_shm else ":"
+        shm = "mount -t tmpfs -o size=1g,mode=1777 fastcoll-host /dev/shm"
         basics = f"hostname {self.name}; mount -t sysfs sysfs /sys; ip link set lo up"
         self.namespace = _Namespace(kinds, f"{shm}; {basics}; {_know_names(hosts)}")
 
@@ -166,17 +165,16 @@ class Network(Closing):
     Args:
         hosts: how many.
         links: number of interfaces of each host, each in its own subnet.
-        own_shm: give each its own /dev/shm, as containers and machines have.
         own_pids: give each its own process ids, so that no process of one can see another's.
     """
 
-    def __init__(self, hosts: int, links: int = 1, own_shm: bool = True, own_pids: bool = False) -> None:
+    def __init__(self, hosts: int, links: int = 1, own_pids: bool = False) -> None:
         self._undo = contextlib.ExitStack()
         with self._undo:
             self._switch = self._keep(_Namespace(["--net"], ":"))
             self.hosts: list[Host] = []
             for index in range(hosts):
-                host = Host(index, hosts, links, own_shm, own_pids)
+                host = Host(index, hosts, links, own_pids)
                 self._keep(host.namespace)
                 self.hosts.append(host)
             self._join()
@@ -197,19 +195,11 @@ class Network(Closing):
         """Make a host vanish: all packets from and to it are lost, without an error."""
         self._switch.run("ip", "link", "set", _port(host, link), "nomaster")
 
-    def mend(self, host: Host, link: int = 0) -> None:
-        """Undo `cut`."""
-        self._switch.run("ip", "link", "set", _port(host, link), "master", f"br{link}")
-
     def lose(self, source: Host, target: Host) -> None:
         """Lose all packets from one host to another on the first link, but not those in the other direction."""
         nobody = "02:00:00:00:00:99"
         words = f"neigh replace {target.address} lladdr {nobody} dev eth0 nud permanent"
         source.namespace.run("ip", *words.split())
-
-    def unplug(self, host: Host, link: int = 0) -> None:
-        """Unplug a host's cable: its interface loses its carrier."""
-        self._switch.run("ip", "link", "set", _port(host, link), "down")
 
     def _join(self) -> None:
         links = range(len(self.hosts[0].addresses))

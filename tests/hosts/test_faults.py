@@ -89,16 +89,6 @@ def vanish(network: Network) -> float:
     return max(saw["at"] for saw in saws) - cut
 
 
-@pytest.mark.long  # tests/net/test_hosts.py and tests/faults/test_kill_net.py kill ranks, too
-def test_a_killed_rank_is_named_on_all_hosts(join_hosts: Join, tmp_path: Path) -> None:
-    kill(join_hosts(HOSTS, own_pids=True), tmp_path)
-
-
-@pytest.mark.long  # in tests/net/test_hosts.py a host vanishes, too
-def test_the_ranks_of_a_host_that_vanishes_are_named_on_all_others(join_hosts: Join) -> None:
-    vanish(join_hosts(HOSTS, own_pids=True))
-
-
 @pytest.mark.timed
 def test_a_killed_rank_is_known_within_two_seconds(join_hosts: Join, tmp_path: Path) -> None:
     assert kill(join_hosts(HOSTS, own_pids=True), tmp_path) < KILLED

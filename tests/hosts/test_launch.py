@@ -70,12 +70,9 @@ def run(
         return [(node.code or 0, node.out, node.err) for node in nodes]
 
 
-@pytest.mark.parametrize("version", [pytest.param(4, marks=pytest.mark.long), 6])
-def test_ranks_of_four_hosts_meet(join_hosts: Join, script: Script, version: int) -> None:
+def test_ranks_of_four_hosts_meet_over_ipv6(join_hosts: Join, script: Script) -> None:
     network = join_hosts(4, own_pids=True)
-    first = network.hosts[0]
-    address = first.address if version == 4 else first.addresses6[0]
-    done = run(network, 2, script(MEET), address=address)
+    done = run(network, 2, script(MEET), address=network.hosts[0].addresses6[0])
     assert [code for code, _, _ in done] == [0] * 4, done
     hosts = " ".join(f"host{rank // 2}" for rank in range(8))
     for node, (_, out, err) in enumerate(done):
@@ -90,20 +87,9 @@ def test_shared_memory_is_refused_between_hosts(join_hosts: Join, script: Script
     refused = (
         r"UnavailableError: .*rank 1 \(pid \d+ on host1\) does not share /dev/shm with rank 0 \(.* on host0\)"
     )
-    said = [bool(re.search(refused, err)) for _, _, err in done]
-    assert any(said), done
-    for (_, _, err), first in zip(
-        done, said, strict=True
-    ):  # the launcher whose rank fails first ends the other
-        assert first or "on another node rank" in err, err
-
-
-def test_hosts_with_different_secrets_do_not_meet(join_hosts: Join, script: Script) -> None:
-    program = [sys.executable, *script(MEET)]
-    choose = ["sh", "-c", 'FASTCOLL_SECRET=$(hostname) exec "$@"', "sh"]
-    with launched(join_hosts(2), 1, [*choose, *program], options=["--no_python"]) as nodes:
-        assert nodes[1].wait_for_code() == 1, output_of(nodes)
-        assert "FASTCOLL_SECRET" in nodes[1].err
+    assert any(re.search(refused, err) for _, _, err in done), done
+    for _, _, err in done:  # the launcher whose rank fails first ends the other
+        assert re.search(refused, err) or "on another node rank" in err, err
 
 
 def test_hosts_that_share_a_home_need_no_given_secret(
@@ -123,14 +109,12 @@ def test_hosts_with_different_homes_get_an_error_at_once(
     monkeypatch.delenv("FASTCOLL_SECRET", raising=False)
     program = [sys.executable, *script(MEET)]
     choose = ["sh", "-c", 'XDG_CONFIG_HOME=$0/$(hostname) exec "$@"', str(tmp_path)]
-    with launched(
-        join_hosts(2), 1, [*choose, *program], options=["--no_python", "--nodes_port", "0"]
-    ) as nodes:
+    options = ["--no_python", "--nodes_port", "0"]
+    with launched(join_hosts(2), 1, [*choose, *program], options=options) as nodes:
         assert nodes[1].wait_for_code() == 1, output_of(nodes)
         its = f"{tmp_path}/host1/fastcoll/secret"
-        assert (
-            f"has another secret, and this process has the user's own, in {its}; give every" in nodes[1].err
-        )
+        why = f"has another secret, and this process has the user's own, in {its}; give every"
+        assert why in nodes[1].err
         dropped = r"dropped a connection from 10\.77\.0\.2: it refused this side's proof: .* give every rank"
         until(lambda: re.search(dropped, nodes[0].err), nodes)
 
@@ -146,8 +130,7 @@ def test_without_a_secret_one_warning_has_the_address(
     assert "secret" not in second
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long), 2])
-@pytest.mark.parametrize("others", [JOIN, WAIT], ids=["joining", "busy"])
+@pytest.mark.parametrize(("victim", "others"), [(0, JOIN), (2, WAIT)], ids=["0-joining", "2-busy"])
 def test_a_rank_that_fails_ends_all_hosts_and_is_named(
     join_hosts: Join, script: Script, victim: int, others: str
 ) -> None:
@@ -185,13 +168,16 @@ def test_a_rank_that_is_killed_later_is_named_everywhere(
             assert re.search(r"rank 3 \(pid \d+ on host1\) failed first: signal SIGKILL", node.err)
 
 
-@pytest.mark.long
 def test_a_node_whose_ranks_have_finished_does_not_affect_the_others(
-    join_hosts: Join, script: Script
+    join_hosts: Join, script: Script, tmp_path: Path
 ) -> None:
-    text = "import os, time\nif os.environ['RANK'] == '1': time.sleep(1)\nprint('done')"
-    for code, out, err in run(join_hosts(2), 1, script(text)):
-        assert (code, out[4:], err) == (0, "done\n", "")
+    text = "import os, sys, time\nwhile os.environ['RANK'] == '1' and not os.path.exists(sys.argv[1]): time.sleep(0.01)"
+    program = script(f"{text}\nprint('done')")
+    with launched(join_hosts(2), 1, [*program, str(tmp_path / "go")], env=SECRET) as nodes:
+        finish(nodes[:1])
+        (tmp_path / "go").touch()
+        finish(nodes)
+        assert [(node.code, node.out[4:], node.err) for node in nodes] == [(0, "done\n", "")] * 2
 
 
 @pytest.mark.long  # test_failures.py has, in short, launchers that do not reach one another, on node 0 and on others
@@ -218,29 +204,10 @@ def test_a_failure_on_an_unreachable_host_ends_that_host(
             assert [node.code for node in nodes] == codes, output_of(nodes)
 
 
-@pytest.mark.long
-def test_launchers_that_cannot_meet_continue_and_warn(join_hosts: Join, script: Script) -> None:
-    network = join_hosts(2)
-    first = network.hosts[0]
-    taken = f"import socket, time\ns = socket.create_server(('{first.address}', 19500))\ntime.sleep(100)"
-    holder = first.start([sys.executable, "-c", taken])
-    try:
-        first.namespace.run("sh", "-c", "until ss -ltn | grep -q 19500; do :; done")
-        with launched(network, 1, script(MEET), env=SECRET) as nodes:
-            finish(nodes)
-            assert [node.code for node in nodes] == [0, 0], output_of(nodes)
-            assert "the nodes' launchers cannot meet" in nodes[0].err
-            assert "the port is in use by" in nodes[0].err
-    finally:
-        holder.end()
-
-
 def test_launchers_do_not_meet_if_disabled(join_hosts: Join, script: Script) -> None:
-    program = script(
-        "import os, subprocess\nprint(subprocess.run(['ss', '-ltnH'], capture_output=True, text=True).stdout)"
-    )
+    program = script("import os\nos.system('ss -ltnH')")
     for code, out, _ in run(join_hosts(2), 1, program, options=["--nodes_port", "0"]):
-        assert (code, out.split()) == (0, ["[" + out[1] + "]"])
+        assert (code, out) == (0, "")
 
 
 def kill_launcher(network: Network, program: Sequence[str], victim: int) -> float:
@@ -262,29 +229,7 @@ def kill_launcher(network: Network, program: Sequence[str], victim: int) -> floa
         return took
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_launcher_ends_the_ranks_of_all_hosts(join_hosts: Join, script: Script, victim: int) -> None:
-    kill_launcher(join_hosts(3, own_pids=True), script(WAIT), victim)
-
-
 @pytest.mark.timed
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_launcher_ends_all_within_two_seconds(join_hosts: Join, script: Script, victim: int) -> None:
     assert kill_launcher(join_hosts(3, own_pids=True), script(WAIT), victim) < 2
-
-
-@pytest.mark.long
-def test_a_launcher_that_is_stopped_for_long_ends_no_rank(
-    join_hosts: Join, script: Script, tmp_path: Path
-) -> None:
-    """As by Ctrl-Z: its host answers. The others repeat their requests, and none is lost."""
-    program = script(ON_SIGN)
-    with launched(join_hosts(2), 1, [*program, str(tmp_path / "go"), "01"], env=SECRET) as nodes:
-        await_ranks(nodes, 1)
-        nodes[0].signal(signal.SIGSTOP)
-        time.sleep(12)  # longer than a request of the others plus the store's grace
-        nodes[0].signal(signal.SIGCONT)
-        (tmp_path / "go").touch()
-        finish(nodes)
-        assert [node.code for node in nodes] == [0, 0], output_of(nodes)

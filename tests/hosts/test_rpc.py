@@ -158,12 +158,8 @@ def until_the_end(network: Network, tmp_path: Path, how: str) -> float:
         return max(check_lost(nodes)) - began
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["die", pytest.param("vanish", marks=pytest.mark.long)],  # the kernel gives a host up after 8 s
-)
-def test_calls_between_hosts_until_a_worker_is_lost(join_hosts: Join, tmp_path: Path, how: str) -> None:
-    until_the_end(join_hosts(4, own_pids=True), tmp_path, how)
+def test_calls_between_hosts_until_a_worker_is_killed(join_hosts: Join, tmp_path: Path) -> None:
+    until_the_end(join_hosts(4, own_pids=True), tmp_path, "die")
 
 
 @pytest.mark.timed

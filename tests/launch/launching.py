@@ -61,9 +61,14 @@ def has_ended(pid: int | str) -> bool:
         os.close(pidfd)
 
 
+def until(is_so: Callable[[], object]) -> None:
+    """Wait for a condition that other threads or processes fulfil."""
+    deadline = time.monotonic() + LIMIT
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come so far in time"
+        time.sleep(0.005)
+
+
 def wait_for(*names: str | Path) -> None:
     """Wait until files exist."""
-    deadline = time.monotonic() + LIMIT
-    while not all(Path(name).exists() for name in names):
-        assert time.monotonic() < deadline, names
-        time.sleep(0.01)
+    until(lambda: all(Path(name).exists() for name in names))

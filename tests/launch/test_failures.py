@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import sys
 import threading
-import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from launch.launching import LIMIT, patched
+from launch.launching import LIMIT, patched, until
 
 from fastcoll.launch import failures as job
 from fastcoll.launch.failures import Failure, NodeFailures
 from fastcoll.launch.nodes import default_port, free_port
+from fastcoll.store import TCPStore, tcp_store
+from fastcoll.store.store import StalledError
 
 FIRST, SECOND = Failure(3, "rank 1 failed"), Failure(4, "rank 2 failed")
 
@@ -33,9 +37,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NodeFailures]]:
 
 def known(node: NodeFailures) -> Failure | None:
     """Wait for a failure and return it."""
-    end = time.monotonic() + LIMIT
-    while node.failure() is None and time.monotonic() < end:
-        time.sleep(0.001)
+    until(node.failure)
     return node.failure()
 
 
@@ -100,15 +102,72 @@ def test_an_unreachable_node_delays_the_end_by_the_promised_time_only(
     assert job._LAST_SECONDS <= clock.now - start < job._LAST_SECONDS + 2 * job._POLL_SECONDS
 
 
-def test_the_reason_for_a_failed_connection_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
-    with NodeFailures(2, 0, "192.0.2.1", 1234) as node:
-        node.publish(FIRST)
-        assert node.failure() is None
+@pytest.mark.parametrize("why", ["the address is another machine's", "the port is in use by"])
+def test_a_launcher_that_cannot_serve_warns_with_the_reason_and_goes_on(
+    capsys: pytest.CaptureFixture[str], why: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = "192.0.2.1:1234" if "address" in why else f"127.0.0.1:{taken.getsockname()[1]}"
+        host, port = place.split(":")
+        with NodeFailures(2, 0, host, int(port)) as node:
+            node.publish(FIRST)
+            assert node.failure() is None
     text = capsys.readouterr().err
-    assert text.startswith(
-        "fastcoll.launch: the nodes' launchers cannot meet, so a failure elsewhere does not end"
-    )
-    assert "192.0.2.1:1234" in text
+    begin = "fastcoll.launch: the nodes' launchers cannot meet, so a failure elsewhere does not end"
+    assert text.startswith(begin)
+    assert place in text
+    assert "address" in why or why in text
+
+
+LEADER = """
+import sys
+from fastcoll.launch.failures import Failure, NodeFailures
+with NodeFailures(2, 0, "127.0.0.1", int(sys.argv[1])) as node:
+    print("serves", flush=True)
+    sys.stdin.readline()
+    node.publish(Failure(3, "rank 1 failed"))
+"""
+
+
+def test_a_launcher_that_is_stopped_for_long_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-Z. The others repeat their requests until it continues, and none is lost."""
+    monkeypatch.setattr(job, "_FIRST_SECONDS", LIMIT)
+    monkeypatch.setattr(job, "_LOOK_SECONDS", 0.01)
+    requests: Counter[str] = Counter()
+    fetch = TCPStore.fetch
+
+    def count(*arguments: object) -> list[bytes]:
+        requests["begun"] += 1
+        try:
+            return fetch(*arguments)  # type: ignore[arg-type]
+        except StalledError:
+            requests["unanswered"] += 1
+            raise
+
+    def await_three(what: str) -> None:
+        before = requests[what]
+        until(lambda: requests[what] >= before + 3)
+
+    monkeypatch.setattr(TCPStore, "fetch", count)
+    port = free_port()
+    with subprocess.Popen(
+        [sys.executable, "-c", LEADER, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as leader:
+        assert leader.stdin is not None
+        assert leader.stdout is not None
+        assert leader.stdout.readline() == "serves\n"
+        with NodeFailures(2, 1, "127.0.0.1", port) as node:
+            with monkeypatch.context() as hasty:
+                hasty.setattr(tcp_store, "GRACE_SECONDS", 0.01)
+                await_three("begun")
+                leader.send_signal(signal.SIGSTOP)
+                await_three("unanswered")
+                assert node.failure() is None
+            leader.send_signal(signal.SIGCONT)
+            leader.stdin.write("\n")
+            leader.stdin.flush()
+            assert known(node) == FIRST
+    assert leader.returncode == 0
 
 
 def test_a_launcher_killed_after_its_ranks_started_is_noticed() -> None:

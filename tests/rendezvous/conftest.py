@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 from hypothesis import settings
@@ -142,4 +143,4 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def in_threads() -> Callable[..., list[object]]:
     """Run several calls at the same time; return the result or exception of each."""
-    return together
+    return partial(together, deadline=DEADLINE)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from fastcoll.store import HashStore, Store
 from fastcoll.system.processes import Member, status_of
 
-LIMIT = 60.0  # a limit that only ends a test that hangs, in seconds
+LIMIT = 100.0  # a limit that only ends a test that hangs, in seconds
 IDLE = "import sys; print('up', flush=True); sys.stdin.read()"
 
 

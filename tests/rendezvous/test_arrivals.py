@@ -7,7 +7,7 @@ import re
 from functools import partial
 
 import pytest
-from rendezvous.observed import until
+from rendezvous.observed import LIMIT, until
 
 from fastcoll.errors import StoreError, StoreTimeoutError, UsageError
 from fastcoll.rendezvous.assemble import MET, Ending, MovedError, compact
@@ -20,7 +20,7 @@ HERE = rf"pid {os.getpid()} on {os.uname().nodename}"
 @pytest.mark.parametrize("size", [1, 2, 5, 8])
 def test_ranks_go_by_arrival(size: int, in_threads) -> None:
     with HashStore() as store:
-        ranks = in_threads(*[partial(arrive, store, None, size, 50)] * size)
+        ranks = in_threads(*[partial(arrive, store, None, size, LIMIT)] * size)
         assert sorted(ranks) == list(range(size))
         arrivals = [Arrival.from_bytes(store.get(f"arrivals/member/{number}")) for number in range(size)]
         assert assign(arrivals) == list(range(size))
@@ -29,7 +29,7 @@ def test_ranks_go_by_arrival(size: int, in_threads) -> None:
 def test_a_requested_rank_is_assigned(in_threads) -> None:
     with HashStore() as store:
         asked = [None, 3, None, 0, None]
-        ranks = in_threads(*(partial(arrive, store, rank, 5, 50) for rank in asked))
+        ranks = in_threads(*(partial(arrive, store, rank, 5, LIMIT) for rank in asked))
     assert (ranks[1], ranks[3]) == (3, 0)
     assert sorted(ranks) == [0, 1, 2, 3, 4]
 
@@ -44,7 +44,7 @@ def test_a_requested_rank_is_assigned(in_threads) -> None:
 )
 def test_a_mismatch_is_raised_on_all(in_threads, asked: list[tuple[int | None, int]], message: str) -> None:
     with HashStore() as store:
-        results = in_threads(*(partial(arrive, store, rank, size, 50) for rank, size in asked))
+        results = in_threads(*(partial(arrive, store, rank, size, LIMIT) for rank, size in asked))
     for error in results:
         assert isinstance(error, UsageError)
         assert re.search(message, str(error))
@@ -52,16 +52,16 @@ def test_a_mismatch_is_raised_on_all(in_threads, asked: list[tuple[int | None, i
 
 def test_a_smaller_world_does_not_count_a_member_of_a_larger_one(in_threads) -> None:
     with HashStore() as store:
-        assert sorted(in_threads(*[partial(arrive, store, None, 2, 50)] * 2)) == [0, 1]
+        assert sorted(in_threads(*[partial(arrive, store, None, 2, LIMIT)] * 2)) == [0, 1]
         with pytest.raises(UsageError, match="disagree about the world size"):
-            arrive(store, None, 3, 50)
+            arrive(store, None, 3, LIMIT)
 
 
 def test_a_process_that_comes_too_late_gets_the_names_of_the_others(in_threads) -> None:
     with HashStore() as store:
-        in_threads(*[partial(arrive, store, None, 2, 50)] * 2)
+        in_threads(*[partial(arrive, store, None, 2, LIMIT)] * 2)
         with pytest.raises(FullError, match=f"all 2 places were taken, by {HERE}, {HERE}") as caught:
-            arrive(store, None, 2, 50)
+            arrive(store, None, 2, LIMIT)
     assert [arrival.pid for arrival in caught.value.arrivals] == [os.getpid()] * 2
 
 
@@ -81,14 +81,16 @@ def test_a_missing_process_is_named_on_all(in_threads, clock) -> None:
 def test_a_cancelled_meeting(in_threads) -> None:
     with HashStore() as store:
         begun = iter([lambda: None, lambda: call_off(store)])
-        results = in_threads(*[partial(arrive, store, None, 3, 50, lambda: next(begun, lambda: None)())] * 2)
+        results = in_threads(
+            *[partial(arrive, store, None, 3, LIMIT, lambda: next(begun, lambda: None)())] * 2
+        )
         assert all(isinstance(error, MovedError) for error in results), results
         assert not call_off(store)
 
 
 def test_a_full_meeting_cannot_be_cancelled(in_threads) -> None:
     with HashStore() as store:
-        in_threads(*[partial(arrive, store, None, 2, 50)] * 2)
+        in_threads(*[partial(arrive, store, None, 2, LIMIT)] * 2)
         assert not call_off(store)
 
 

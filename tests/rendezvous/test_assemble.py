@@ -6,7 +6,7 @@ import json
 from functools import partial
 
 import pytest
-from rendezvous.observed import await_value
+from rendezvous.observed import LIMIT, await_value
 
 from fastcoll.errors import (
     CollectiveTimeoutError,
@@ -38,7 +38,7 @@ def crew(size: int) -> list[Member]:
     return [Member.here(rank, size, "tcp") for rank in range(size)]
 
 
-def meetings(store: Store, size: int, timeout: float = 50.0) -> list[GroupMeeting]:
+def meetings(store: Store, size: int, timeout: float = LIMIT) -> list[GroupMeeting]:
     """Return the meeting of one group, as seen by each rank."""
     members = crew(size)
     made = [GroupMeeting(store, members, rank, timeout, "testing") for rank in range(size)]
@@ -52,7 +52,10 @@ def test_all_members_get_all_contributions(size: int, in_threads) -> None:
     members = crew(size)
     with HashStore() as store:
         results = in_threads(
-            *(partial(assemble, store, members, rank, {"rank": rank}, 50, "testing") for rank in range(size))
+            *(
+                partial(assemble, store, members, rank, {"rank": rank}, LIMIT, "testing")
+                for rank in range(size)
+            )
         )
     assert results == [[{"rank": rank} for rank in range(size)]] * size
 

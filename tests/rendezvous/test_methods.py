@@ -20,6 +20,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
+from rendezvous.observed import LIMIT
 
 import fastcoll
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
@@ -57,7 +58,10 @@ def assert_one_world(outputs: list[str], pids: list[int], store: str) -> None:
 # env://
 
 
-def test_nothing_set_is_a_world_of_one() -> None:
+@pytest.mark.parametrize("environ", [{}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_a_world_of_one_needs_no_address(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
     found = meet("env://", -1, -1, 5)
     assert (found.rank, found.world_size, found.host) == (0, 1, "127.0.0.1")
     assert isinstance(found.store, HashStore)
@@ -65,40 +69,18 @@ def test_nothing_set_is_a_world_of_one() -> None:
     found.close()
 
 
-@pytest.mark.parametrize(
-    ("words", "environ"),
-    [
-        pytest.param(
-            [], [{"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "localhost"} for rank in range(3)], id="env"
-        ),
-        pytest.param(
-            [],
-            [{"RANK": 0, "WORLD_SIZE": 2}, {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}],
-            id="rank 0 needs no MASTER_ADDR",
-        ),
-        pytest.param(
-            [["env://", rank, 2] for rank in range(2)],
-            [{"MASTER_ADDR": "127.0.0.1", "RANK": 7, "WORLD_SIZE": 9}] * 2,
-            id="arguments win over variables",
-        ),
-        pytest.param(
-            [[f"tcp://127.0.0.1:PORT?rank={rank}&world_size=3"] for rank in range(3)], [{}] * 3, id="tcp"
-        ),
-        pytest.param(
-            [[f"tcp://[::1]:PORT?rank={rank}&world_size=3"] for rank in range(3)],
-            [{}] * 3,
-            id="tcp over IPv6",
-        ),
-    ],
-)
-def test_ranks_meet_at_an_address(
-    processes, words: list[list[object]], environ: list[dict[str, object]]
-) -> None:
-    port = str(free_port())
-    ranks = []
-    for mine, variables in zip(words or [[]] * len(environ), environ, strict=True):
-        given = {name: str(value) for name, value in variables.items()} | {"MASTER_PORT": port}
-        ranks.append(processes.start(MEET, *(str(word).replace("PORT", port) for word in mine), **given))
+def test_arguments_and_variables_say_where_to_meet_and_rank_0_needs_no_address(processes) -> None:
+    port, ranks = str(free_port()), []
+    for rank, given in enumerate(({"WORLD_SIZE": "2"}, {"WORLD_SIZE": "9", "MASTER_ADDR": "localhost"})):
+        more = {"MASTER_PORT": port, "RANK": str(7 * rank)}
+        ranks.append(processes.start(MEET, "env://", rank, 2, **given, **more))
+    assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "TCPStore")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_ranks_meet_at_an_address(processes, host: str) -> None:
+    url = f"tcp://{host}:{free_port()}?world_size=3&rank="
+    ranks = [processes.start(MEET, f"{url}{rank}") for rank in range(3)]
     assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "TCPStore")
 
 
@@ -126,12 +108,6 @@ def test_missing_variables_are_named(
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=message):
         meet("env://", rank, -1, 5)
-
-
-def test_a_world_of_one_needs_no_master(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert meet("env://", -1, -1, 5).world_size == 1
 
 
 LAUNCHER = """
@@ -254,13 +230,11 @@ def test_wrong_handlers_are_refused(handlers: list[str]) -> None:
 # file://
 
 
-@pytest.mark.parametrize("asked", [(0, 1, 2), (2, -1, -1)])
-def test_file_with_ranks_given_or_assigned(tmp_path: Path, processes, asked: tuple[int, ...]) -> None:
-    ranks = [processes.start(MEET, f"file://{tmp_path}/meet", rank, 3) for rank in asked]
+def test_ranks_that_are_given_and_assigned_meet_in_a_file(tmp_path: Path, processes) -> None:
+    ranks = [processes.start(MEET, f"file://{tmp_path}/meet", rank, 3) for rank in (2, -1, -1)]
     outputs = processes.outputs(ranks)
     assert_one_world(outputs, [rank.pid for rank in ranks], "FileStore")
-    for rank, output in zip(asked, outputs, strict=True):
-        assert rank == -1 or output.startswith(f"{rank} ")
+    assert outputs[0].startswith("2 ")
     assert not list(tmp_path.iterdir())
 
 
@@ -304,7 +278,7 @@ FileStore(sys.argv[1]).wait(["arrivals/member/" + sys.argv[2]])
 def test_the_file_of_a_killed_job_is_recovered_from(tmp_path: Path, processes) -> None:
     path = tmp_path / "meet"
     killed = processes.start(MEET, f"file://{path}", -1, 3)
-    assert processes.start(WAITING, path, 0).wait(60) == 0
+    assert processes.start(WAITING, path, 0).wait(LIMIT) == 0
     killed.kill()
     killed.wait()
     assert path.exists()
@@ -316,7 +290,7 @@ def test_the_file_of_a_killed_job_is_recovered_from(tmp_path: Path, processes) -
 def test_a_rank_killed_while_meeting_is_named(tmp_path: Path, processes) -> None:
     path = tmp_path / "meet"
     ranks = [processes.start(MEET, f"file://{path}", -1, 3) for _ in range(2)]
-    assert processes.start(WAITING, path, 1).wait(60) == 0
+    assert processes.start(WAITING, path, 1).wait(LIMIT) == 0
     ranks[0].kill()
     (output,) = processes.outputs(ranks[1:])
     assert output.startswith("PeerDiedError ")
@@ -338,7 +312,7 @@ def test_a_file_that_another_world_fills(tmp_path: Path, in_threads) -> None:
 
     def meet_again() -> int:
         first.store.set("go", "")
-        second = meet(url, -1, 1, 50)
+        second = meet(url, -1, 1, LIMIT)
         second.close()
         return second.rank
 
@@ -394,9 +368,12 @@ def test_multicast_assigns_ranks(group: str, processes) -> None:
 
 def test_multicast_separates_jobs(processes) -> None:
     group = group_of("v4")
-    by_name = {name: [processes.start(MEET, group, -1, 2, 60, name) for _ in range(2)] for name in "ab"}
-    by_secret = [processes.start(MEET, group, -1, 2, 60, "a", FASTCOLL_SECRET="x") for _ in range(2)]
-    for ranks in (*by_name.values(), by_secret):
+    secrets = {"FASTCOLL_SECRET": "x"}
+    jobs = [
+        [processes.start(MEET, group, -1, 2, 60, name, **environ) for _ in range(2)]
+        for name, environ in (("a", {}), ("b", {}), ("a", secrets))
+    ]
+    for ranks in jobs:
         assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "TCPStore")
 
 
@@ -443,7 +420,7 @@ def test_multicast_names_the_processes_that_came(
         meet(group, -1, 3, 600)
 
     def end() -> None:
-        assert both_received.wait(50)
+        assert both_received.wait(LIMIT)
         clock.ahead += 1000
 
     monkeypatch.setattr(multicast, "Election", Recording)
@@ -484,12 +461,12 @@ def test_multicast_one_too_many_is_left_over(in_threads, clock) -> None:
     def take_part() -> int:
         found = meet(group, -1, 2, 600)
         met.release()
-        found.store.barrier("both", 2, 50)
-        found.close(linger=50)
+        found.store.barrier("both", 2, LIMIT)
+        found.close(linger=LIMIT)
         return found.rank
 
     def end() -> None:
-        assert all(met.acquire(timeout=50) for _ in range(2))
+        assert all(met.acquire(timeout=LIMIT) for _ in range(2))
         clock.ahead += 1000
 
     *results, _ = in_threads(take_part, take_part, take_part, end)
@@ -502,7 +479,7 @@ def test_multicast_a_killed_candidate_is_named(group: str, processes) -> None:
     announced: set[int] = set()
     with member_of(group) as socket_:
         # The second candidate has announced itself while the first one listened.
-        for data in socket_.receive(60.0, MAX_DATAGRAM):
+        for data in socket_.receive(LIMIT, MAX_DATAGRAM):
             announcement = Announcement.unseal(data, job_secret())
             assert announcement is not None
             announced.add(announcement.pid)
