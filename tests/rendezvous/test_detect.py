@@ -26,10 +26,6 @@ SLURM = {
 }
 
 
-def test_nothing_is_nothing() -> None:
-    assert detect({"HOME": "/root"}) == Detected()
-
-
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
@@ -74,25 +70,21 @@ def test_one_node() -> None:
     assert detect(SLURM | {"SLURM_STEP_NUM_TASKS": "6"}).world_size == 6
 
 
-@pytest.mark.parametrize("name", ["bash", "interactive"])
-def test_a_slurm_shell_is_not_a_job(name: str) -> None:
-    assert detect(SLURM | {"SLURM_JOB_NAME": name}) == Detected()
+@pytest.mark.parametrize(
+    "environ", [{"HOME": "/"}, *(SLURM | {"SLURM_JOB_NAME": n} for n in ("bash", "interactive"))]
+)
+def test_no_launcher_and_a_slurm_shell_are_not_a_job(environ: dict[str, str]) -> None:
+    assert detect(environ) == Detected()
 
 
-def test_slurm_is_the_outermost() -> None:
+def test_the_innermost_launcher_counts() -> None:
     """With mpirun or a launcher inside an allocation, each rank inherits the batch step's variables."""
     found = detect(OPEN_MPI | SLURM)
     assert (found.rank, found.world_size, found.master_addr) == (3, 4, None)
     assert detect(TORCH | SLURM).rank == 1
-
-
-def test_an_mpi_started_by_slurm_gets_slurms_hosts() -> None:
-    started = {"PMI_RANK": "5", "PMI_SIZE": "8"} | SLURM
-    assert detect(started).master_addr == "node01"
-
-
-def test_an_agents_variables_are_the_innermost() -> None:
     assert detect(AGENT | OPEN_MPI).rank == 1
+    # srun has started this MPI's ranks, so the hosts are Slurm's.
+    assert detect({"PMI_RANK": "5", "PMI_SIZE": "8"} | SLURM).master_addr == "node01"
 
 
 @pytest.mark.parametrize(
@@ -109,12 +101,9 @@ def test_sources_that_disagree_are_both_named(environ: dict[str, str], names: li
     assert all(name in str(caught.value) for name in names)
 
 
-def test_agreeing_sources_are_fine() -> None:
+def test_agreeing_sources_are_fine_and_arguments_win() -> None:
     found = detect(TORCH | OPEN_MPI | {"RANK": "3"})
     assert (found.rank, found.source) == (3, "environment, Open MPI")
-
-
-def test_arguments_win() -> None:
     found = detect(TORCH | OPEN_MPI, rank=0, world_size=2)
     assert (found.rank, found.world_size) == (0, 2)
 

@@ -17,6 +17,7 @@ threading.Thread(target=sys.stdin.read).start()
 print("up", flush=True)
 ctypes.CDLL(None).pthread_exit(None)
 """
+ME = Member.here(0, 1, "shm")
 
 
 def refuse(_: int) -> NoReturn:
@@ -40,9 +41,9 @@ def test_a_member_survives_its_serialisation() -> None:
         b"null",
         b"[" * 3000,
         b" " * 5000,
-        Member.here(0, 1, "shm").to_bytes().replace(b'"rank": 0', b'"rank": "0"'),
-        Member.here(0, 1, "shm").to_bytes().replace(b'"rank": 0', b'"rank": true'),
-        Member.here(0, 1, "shm").to_bytes().replace(b'"rank"', b'"crank"'),
+        ME.to_bytes().replace(b'"rank": 0', b'"rank": "0"'),
+        ME.to_bytes().replace(b'"rank": 0', b'"rank": true'),
+        ME.to_bytes().replace(b'"rank"', b'"crank"'),
     ],
 )
 def test_anything_else_is_refused(data: bytes) -> None:
@@ -57,17 +58,15 @@ def test_the_same_node_means_one_boot_and_one_dev_shm() -> None:
     assert not me.same_node(dataclasses.replace(me, shm_device=me.shm_device + 1))
 
 
-def test_this_process_lives() -> None:
-    me = Member.here(0, 1, "shm")
-    assert me.alive() is True
-    assert this_process().alive() is True
-    forget([me])
-
-
-@pytest.mark.parametrize("pidfds", [True, False])
-def test_a_killed_process_is_dead_while_still_a_zombie(processes, monkeypatch, pidfds) -> None:
-    if not pidfds:
+@pytest.fixture(params=["pidfds", "no pidfds"])
+def watching(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watch processes by pidfds, or by /proc where none can be opened."""
+    if request.param == "no pidfds":
         monkeypatch.setattr(os, "pidfd_open", refuse)
+
+
+@pytest.mark.usefixtures("watching")
+def test_a_killed_process_is_dead_while_still_a_zombie(processes) -> None:
     process = processes.start(IDLE)
     member = member_of(process)
     assert dead_among([member]) == []
@@ -81,10 +80,8 @@ def test_a_killed_process_is_dead_while_still_a_zombie(processes, monkeypatch, p
     forget([member, Member.here(0, 2, "shm")])
 
 
-@pytest.mark.parametrize("pidfds", [True, False])
-def test_a_process_lives_whose_first_thread_alone_has_ended(processes, monkeypatch, pidfds) -> None:
-    if not pidfds:
-        monkeypatch.setattr(os, "pidfd_open", refuse)
+@pytest.mark.usefixtures("watching")
+def test_a_process_lives_whose_first_thread_alone_has_ended(processes) -> None:
     process = processes.start(WITHOUT_FIRST_THREAD)
     member = member_of(process)
     until(lambda: status_of(process.pid)[0] == b"Z")
@@ -133,9 +130,9 @@ def test_a_name_with_parentheses_does_not_hide_the_start_time(tmp_path) -> None:
     script.symlink_to("/bin/sleep")
     process = subprocess.Popen([str(script), "60"])
     try:
-        status = processes_module.status_of(process.pid)
+        status = status_of(process.pid)
         assert status[0] in (b"R", b"S", b"D")
-        assert int(status[19]) >= int(processes_module.status_of(os.getpid())[19])
+        assert int(status[19]) >= int(status_of(os.getpid())[19])
     finally:
         process.kill()
         process.wait()
