@@ -20,7 +20,9 @@ import numpy as np
 import fastcoll as dist
 
 LIMIT = 180.0  # a call of 1 MiB took 28.7 s when twenty other processes used the cores
-COUNTS = (1, 1000, 131_072)  # of float64: 8 B to 1 MiB
+# Counts of float64: 8 B to 160 kB, which is more than a message carries with its header (64 KiB), and more than a
+# connection's buffers take at first. With 1 MiB and lost packets, these ranks took 220 s on two busy cores.
+COUNTS = (1, 1000, 20_000)
 
 
 def tell(**said: Any) -> None:
@@ -39,7 +41,7 @@ def check(got: np.ndarray, expected: Any, what: object) -> None:
 
 
 def collectives(rank: int, size: int) -> None:
-    """Run a dozen collectives, from 8 B to 1 MiB."""
+    """Run a dozen collectives."""
     for seed, count in enumerate(COUNTS):
         everybody = [values(each, count, seed) for each in range(size)]
         x = everybody[rank].copy()
@@ -65,7 +67,7 @@ def collectives(rank: int, size: int) -> None:
 def messages(rank: int, size: int) -> None:
     """Send messages around a ring, small and large, blocking and posted."""
     right, left = (rank + 1) % size, (rank - 1) % size
-    for count in (1, 100_000):
+    for count in (COUNTS[0], COUNTS[-1]):
         got = np.empty(count)
         sending = dist.isend(values(rank, count), right)
         dist.recv(got, left)
@@ -75,7 +77,7 @@ def messages(rank: int, size: int) -> None:
 
 def groups(rank: int, size: int) -> None:
     """Use groups that each rank leaves as soon as it has its result, while others may still receive theirs."""
-    for count in (100, 101, 102):
+    for count in (100, 101):
         group = dist.new_group()
         x = values(rank, count)
         dist.all_reduce(x, group=group)
@@ -89,7 +91,7 @@ def calls(rank: int, size: int) -> None:
 
     rpc.init_rpc(f"w{rank}")
     for to in range(size):
-        for count in (3, 20_000):
+        for count in (3, COUNTS[-1]):
             check(rpc.rpc_sync(to, operator.neg, args=(values(rank, count),)), -values(rank, count), "rpc")
     rpc.shutdown(timeout=LIMIT)
 
@@ -105,16 +107,12 @@ def do_all() -> None:
 def call_until(file: str) -> None:
     """See the top of the file. Rank 0 decides, and informs the others by the value that it adds."""
     x, number = np.ones(1000), 0
-    try:
-        while x[0] > 0:
-            number += 1
-            x[:] = 1.0 if dist.get_rank() or not os.path.exists(file) else -1000.0
-            dist.all_reduce(x)
-            assert x[0] in (dist.get_world_size(), dist.get_world_size() - 1001), x[0]
-            tell(call=number)
-    except dist.GroupError as error:
-        tell(error=type(error).__name__, ranks=error.ranks, text=str(error))
-        os._exit(0)
+    while x[0] > 0:
+        number += 1
+        x[:] = 1.0 if dist.get_rank() or not os.path.exists(file) else -1000.0
+        dist.all_reduce(x)
+        assert x[0] in (dist.get_world_size(), dist.get_world_size() - 1001), x[0]
+        tell(call=number)
 
 
 def shrink(victim: str) -> None:
