@@ -15,7 +15,6 @@ from fastcoll.launch.generations import (
     Node,
     Order,
     Over,
-    Phase,
     RankRange,
     Rules,
     Start,
@@ -23,20 +22,11 @@ from fastcoll.launch.generations import (
 )
 
 RULES = Rules(least=1, most=3, max_restarts=2, last_call=30.0, join=600.0, end=10.0)
+FIXED = replace(RULES, least=2, most=2, fixed=True)
 
 
 def node(name: str, node_rank: int | None = None, size: int = 2, role: str = "default") -> Node:
     return Node(name, f"host-{name}", size, role, "10.0.0.1", 1234, node_rank)
-
-
-def started(names: str, rules: Rules = RULES) -> Generations:
-    """Return a job whose first generation has these members and started at time 0."""
-    job = Generations(rules, 0.0)
-    for at, name in enumerate(names):
-        job.ready(node(name, at if rules.fixed else None), 0.0)
-    job.tick(0.0 if len(names) == rules.most else rules.last_call)
-    assert names_of(taken(job)[-1]) == names
-    return job
 
 
 def taken(job: Generations) -> list[Order]:
@@ -44,162 +34,129 @@ def taken(job: Generations) -> list[Order]:
     return orders
 
 
-def names_of(order: Order) -> str:
-    assert isinstance(order, Start)
-    return "".join(member.key for member in order.members)
+def shown(order: Order) -> str:
+    """Return an order as the scripts below have it; a generation's members are shown in the order of their ranks."""
+    if isinstance(order, Start):
+        members = "".join(member.key for member in order.members)
+        return f"start {order.generation} of {members} after {order.restarts} restarts"
+    if isinstance(order, End):
+        return f"end {order.generation} with {order.code}: {order.text}"
+    return f"over {order.code}{f' for {order.only}' if order.only else ''}: {order.text}"
 
 
-def test_a_generation_starts_at_once_with_all_nodes_or_after_the_last_call() -> None:
-    job = Generations(RULES, 0.0)
-    job.ready(node("a"), 100.0)
-    job.tick(129.9)
-    assert not taken(job)
-    job.tick(130.0)
-    assert taken(job) == [Start(0, 0, (node("a"),))]
-    assert job.phase is Phase.RUNNING
-    started("abc")
+JOINS = "the launcher on host-c has joined: the ranks restart with its own"
+# Lines `TIME EVENT LAUNCHERS [NUMBER] -> ORDERS`. The number is the generation of `failed` and `done`, the code of
+# `left`, and the node's number of `ready` where nodes have numbers.
+SCRIPTS = {
+    "a generation starts after the last call": (RULES, """
+        100 ready a
+        129.9 tick
+        130 tick -> start 0 of a after 0 restarts"""),
+    "a generation starts at once with all nodes": (RULES, "0 ready abc -> start 0 of abc after 0 restarts"),
+    "the wait for the least number of nodes ends": (replace(RULES, least=2), """
+        0 ready a
+        599 tick
+        600 tick -> over 1: 1 of at least 2 nodes joined within 600 s"""),
+    "a failure ends the generation and starts the next one, in the old order": (RULES, """
+        0 ready abc -> start 0 of abc after 0 restarts
+        70 failed b 0 -> end 0 with 1: b failed
+        70 ready cb
+        70 ready a -> start 1 of abc after 1 restarts"""),
+    "failures beyond the last restart end the job": (replace(RULES, max_restarts=0), """
+        0 ready abc -> start 0 of abc after 0 restarts
+        70 failed b 0 -> over 1: b failed
+        70 failed c 0
+        1000000 tick"""),
+    "events of an earlier generation are ignored": (RULES, """
+        0 ready abc -> start 0 of abc after 0 restarts
+        70 failed b 0 -> end 0 with 1: b failed
+        70 failed c 0
+        70 ready abc -> start 1 of abc after 1 restarts
+        71 failed c 0
+        71 done abc 0
+        71 done ab 1
+        71 done c 1 -> over 0:"""),
+    "a launcher that joins while there is room restarts the ranks": (RULES, f"""
+        0 ready ab
+        30 tick -> start 0 of ab after 0 restarts
+        40 ready c -> end 0 with 0: {JOINS}
+        40 ready b
+        40 ready a -> start 1 of abc after 0 restarts"""),
+    "a launcher that joins a full job waits for room": (RULES, """
+        0 ready abc -> start 0 of abc after 0 restarts
+        1 ready d
+        2 left a 1 -> end 0 with 0: a left: the ranks restart without its own
+        3 ready bc -> start 1 of bcd after 0 restarts"""),
+    "a launcher that joins after ranks succeeded restarts none, and theirs may leave": (RULES, """
+        0 ready ab
+        30 tick -> start 0 of ab after 0 restarts
+        31 done a 0
+        32 ready c
+        33 left a 1
+        34 done b 0 -> over 0:"""),
+    "a lost launcher shrinks the generation, and too few wait": (replace(RULES, least=2), """
+        0 ready abc -> start 0 of abc after 0 restarts
+        50 left a 1 -> end 0 with 0: a left: the ranks restart without its own
+        50 ready bc -> start 1 of bc after 0 restarts
+        60 left b 1 -> end 1 with 0: b left: the ranks restart without its own
+        60 ready c
+        659 tick
+        659 ready d -> start 2 of cd after 0 restarts"""),
+    "a signal to a launcher that others need ends the job": (replace(RULES, least=3), """
+        0 ready abc -> start 0 of abc after 0 restarts
+        50 left b 130 -> over 130: b left"""),
+    "a launcher that does not end its ranks is left out until it is ready": (RULES, f"""
+        0 ready abc -> start 0 of abc after 0 restarts
+        70 failed a 0 -> end 0 with 1: a failed
+        70 ready ab
+        79.9 tick
+        80 tick -> start 1 of ab after 1 restarts
+        90 failed c 1
+        90 ready c -> end 1 with 0: {JOINS}"""),
+    "each numbered node is needed once": (FIXED, """
+        0 ready b 1
+        0 ready c 1 -> over 1 for c: another launcher is node 1 (host-c); give each --node_rank once
+        0 ready a 0 -> start 0 of ab after 0 restarts
+        1 left b 1 -> over 1: b left"""),
+    "a numbered node that does not end its ranks ends the job": (FIXED, """
+        0 ready a 0
+        0 ready b 1 -> start 0 of ab after 0 restarts
+        1 failed a 0 -> end 0 with 1: a failed
+        1 ready a 0
+        11 tick -> over 1: node 1 (host-b) does not end its ranks: it is stopped or unreachable"""),
+}  # fmt: skip
 
 
-def test_the_wait_for_the_least_number_of_nodes_ends() -> None:
-    job = Generations(replace(RULES, least=2), 0.0)
-    job.ready(node("a"), 0.0)
-    job.tick(599.0)
-    assert not taken(job)
-    job.tick(600.0)
-    assert taken(job) == [Over(1, "1 of at least 2 nodes joined within 600 s")]
-
-
-def test_a_failure_ends_the_generation_and_starts_the_next_one() -> None:
-    job = started("abc")
-    job.failed("b", 0, 3, "rank 2 failed", 70.0)
-    assert taken(job) == [End(0, 3, "rank 2 failed")]
-    for name in "cb":
-        job.ready(node(name), 70.0)
-    assert not taken(job)
-    job.ready(node("a"), 70.0)
-    assert taken(job) == [Start(1, 1, (node("a"), node("b"), node("c")))]  # in the old order
-
-
-def test_failures_beyond_the_last_restart_end_the_job() -> None:
-    job = started("abc", replace(RULES, max_restarts=0))
-    job.failed("b", 0, 3, "rank 2 failed", 70.0)
-    job.failed("c", 0, 4, "rank 3 failed", 70.0)
-    job.tick(1e6)
-    assert taken(job) == [Over(1, "rank 2 failed")]
+@pytest.mark.parametrize(("rules", "script"), SCRIPTS.values(), ids=SCRIPTS)
+def test_rules(rules: Rules, script: str) -> None:
+    job = Generations(rules, 0.0)
+    for line in script.strip().splitlines():
+        event, _, expected = line.partition("->")
+        time, what, names, number = (*event.split(), "", "")[:4]
+        now = float(time)
+        for name in names:
+            if what == "ready":
+                job.ready(node(name, int(number) if rules.fixed else None), now)
+            elif what == "failed":
+                job.failed(name, int(number), 1, f"{name} failed", now)
+            elif what == "done":
+                job.done(name, int(number), now)
+            elif what == "left":
+                job.left(name, int(number), f"{name} left", now)
+        job.tick(now)
+        assert ", ".join(map(shown, taken(job))).strip() == expected.strip(), line
 
 
 def test_quick_failures_are_followed_by_pauses() -> None:
-    job, now, starts = started("a", replace(RULES, max_restarts=9)), 30.0, [30.0]
-    for generation in range(5):
-        job.failed("a", generation, 1, "", now)
+    job, now, starts = Generations(replace(RULES, most=1, max_restarts=9), 0.0), 0.0, []
+    for generation in range(6):
         job.ready(node("a"), now)
         while not isinstance((taken(job) or [None])[-1], Start):
             now += 0.5
             job.tick(now)
         starts.append(now)
+        job.failed("a", generation, 1, "", now)
     assert [round(b - a) for a, b in pairwise(starts)] == [0, 1, 2, 4, 8]
-
-
-def test_events_of_an_earlier_generation_are_ignored() -> None:
-    job = started("abc")
-    job.failed("b", 0, 3, "", 70.0)
-    job.failed("c", 0, 3, "", 70.0)
-    for name in "abc":
-        job.ready(node(name), 70.0)
-    assert [type(order) for order in taken(job)] == [End, Start]
-    job.failed("c", 0, 3, "", 71.0)
-    for name in "abc":
-        job.done(name, 0, 71.0)
-    assert (taken(job), job.phase, job.restarts) == ([], Phase.RUNNING, 1)
-    for name in "abc":
-        job.done(name, 1, 71.0)
-    assert taken(job) == [Over(0, "")]
-
-
-def test_a_launcher_that_joins_while_there_is_room_restarts_the_ranks() -> None:
-    job = started("ab")
-    job.ready(node("c"), 40.0)
-    [end] = taken(job)
-    assert end == End(0, 0, "the launcher on host-c has joined: the ranks restart with its own")
-    job.ready(node("b"), 40.0)
-    job.ready(node("a"), 40.0)
-    [start] = taken(job)
-    assert (names_of(start), job.restarts) == ("abc", 0)
-
-
-def test_a_launcher_that_joins_a_full_job_waits_for_room() -> None:
-    job = started("abc")
-    job.ready(node("d"), 1.0)
-    assert not taken(job)
-    job.left("a", 1, "the launcher on host-a ended unexpectedly", 2.0)
-    assert [type(order) for order in taken(job)] == [End]
-    for name in "bc":
-        job.ready(node(name), 3.0)
-    assert names_of(taken(job)[-1]) == "bcd"
-
-
-def test_a_launcher_that_joins_after_ranks_succeeded_restarts_none() -> None:
-    job = started("ab")
-    job.done("a", 0, 31.0)
-    job.ready(node("c"), 32.0)
-    assert not taken(job)
-    job.left("a", 1, "gone", 33.0)  # a launcher whose ranks have succeeded may leave
-    job.done("b", 0, 34.0)
-    assert taken(job) == [Over(0, "")]
-
-
-def test_a_lost_launcher_shrinks_the_generation_and_too_few_wait() -> None:
-    job = started("abc", replace(RULES, least=2))
-    job.left("a", 1, "gone", 50.0)
-    job.ready(node("b"), 50.0)
-    job.ready(node("c"), 50.0)
-    assert names_of(taken(job)[-1]) == "bc"
-    job.left("b", 1, "gone", 60.0)
-    job.ready(node("c"), 60.0)
-    assert [type(order) for order in taken(job)] == [End]
-    job.tick(659.0)
-    job.ready(node("d"), 659.0)
-    assert names_of(taken(job)[-1]) == "cd"
-
-
-def test_a_signal_to_a_launcher_that_others_need_ends_the_job() -> None:
-    job = started("abc", replace(RULES, least=3))
-    job.left("b", 130, "the launcher on host-b was ended", 50.0)
-    assert taken(job) == [Over(130, "the launcher on host-b was ended")]
-
-
-def test_a_launcher_that_does_not_end_its_ranks_is_left_out_until_it_is_ready() -> None:
-    job = started("abc")
-    job.failed("a", 0, 1, "", 70.0)
-    job.ready(node("a"), 70.0)
-    job.ready(node("b"), 70.0)
-    job.tick(79.9)
-    assert [type(order) for order in taken(job)] == [End]
-    job.tick(80.0)
-    assert names_of(taken(job)[-1]) == "ab"
-    job.failed("c", 1, 1, "", 90.0)
-    assert not taken(job)
-    job.ready(node("c"), 90.0)
-    assert [type(order) for order in taken(job)] == [End]
-
-
-def test_each_numbered_node_is_needed_once() -> None:
-    fixed = replace(RULES, least=2, most=2, fixed=True)
-    job = Generations(fixed, 0.0)
-    job.ready(node("b", 1), 0.0)
-    job.ready(node("c", 1), 0.0)
-    assert taken(job) == [
-        Over(1, "another launcher is node 1 (host-c); give each --node_rank once", only="c")
-    ]
-    job.ready(node("a", 0), 0.0)
-    assert names_of(taken(job)[-1]) == "ab"
-    job.left("b", 1, "gone", 1.0)
-    assert taken(job) == [Over(1, "gone")]
-    job = started("ab", fixed)
-    job.failed("a", 0, 1, "", 1.0)
-    job.ready(node("a", 0), 1.0)
-    job.tick(11.0)
-    assert taken(job)[-1] == Over(1, "node 1 (host-b) does not end its ranks: it is stopped or unreachable")
 
 
 def test_rank_ranges_of_nodes_with_different_sizes_and_roles() -> None:

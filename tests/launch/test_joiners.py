@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
 
 import pytest
 from launch.launching import COMMAND, LIMIT, patched
@@ -29,23 +28,27 @@ if is_new:
 """
 
 
-def launch(
-    path: Path,
-    text: str,
-    *options: str,
-    args: Sequence[str] = (),
-    command: Sequence[str] = COMMAND,
-    stderr: int | IO[str] = subprocess.PIPE,
-) -> subprocess.CompletedProcess[str]:
-    (path / "script.py").write_text(text)
-    words = [*command, *options, "script.py", *args]
-    return subprocess.run(
-        words, cwd=path, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=2 * LIMIT
-    )
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """Run a launcher whose ranks may be replaced on a script.py with the given text, in a new directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(
+        text: str, *options: str, args: Sequence[str] = (), command: Sequence[str] = COMMAND, **more: object
+    ) -> subprocess.CompletedProcess[str]:
+        Path("script.py").write_text(text)
+        words = [*command, "--min_ranks=1", *options, "script.py", *args]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
+        return subprocess.run(words, text=True, timeout=2 * LIMIT, **streams)
+
+    return run
 
 
 @pytest.mark.long
-def test_a_rank_that_died_is_replaced(tmp_path: Path) -> None:
+def test_a_rank_that_died_is_replaced(launch: Launch) -> None:
     text = """
 if is_new:
     store.set("new", local)
@@ -53,7 +56,7 @@ elif local == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 print(store.get("new"))
 """
-    done = launch(tmp_path, HEAD + text, "-n3", "--min_ranks=1", "--max-restarts=1", "--log_dir=logs")
+    done = launch(HEAD + text, "-n3", "--max-restarts=1", "--log_dir=logs")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         "[0] b'1'",
@@ -63,18 +66,18 @@ print(store.get("new"))
     ]
     log = r"rank 1 \(pid \d+\) failed: signal SIGKILL \(9\); 2 go on here; joiner 1 of 1 starts\n"
     assert re.search(log, done.stderr)
-    assert (tmp_path / "logs" / "joiner-1.stdout").read_text() == "False False 1\nb'1'\n"
+    assert Path("logs/joiner-1.stdout").read_text() == "False False 1\nb'1'\n"
 
 
 @pytest.mark.long
-def test_joiners_that_fail_are_replaced_a_given_number_of_times(tmp_path: Path) -> None:
+def test_joiners_that_fail_are_replaced_a_given_number_of_times(launch: Launch) -> None:
     text = """
 if local == "1":
     store.set(f"ended-{store.add('ended', 1)}", "")
     sys.exit(3)
 store.wait(["ended-3"])
 """
-    done = launch(tmp_path, HEAD + text, "-n2", "--min_ranks=1", "--max-restarts=2")
+    done = launch(HEAD + text, "-n2", "--max-restarts=2")
     assert done.returncode == 0, done.stderr
     names = re.findall(
         r"fastcoll.launch: (.*) \(pid \d+\) failed: exit code 3; (?:1 goes|0 go) on here(.*)", done.stderr
@@ -86,7 +89,7 @@ store.wait(["ended-3"])
     assert names[2:] in ([], [("joiner 2", "")])
 
 
-def test_the_launcher_does_not_wait_for_a_joiner_when_the_others_have_ended(tmp_path: Path) -> None:
+def test_the_launcher_does_not_wait_for_a_joiner_when_the_others_have_ended(launch: Launch) -> None:
     """The second joiner would start in ten minutes. Rank 0 ends after the launcher has logged that."""
     text = """
 if local == "1":
@@ -95,10 +98,8 @@ while "joiner 2 of 9" not in open("log").read():
     time.sleep(0.01)
 """
     command = patched("pauses._FIRST = pauses._MOST = 600.0")
-    with (tmp_path / "log").open("w+") as log:
-        done = launch(
-            tmp_path, HEAD + text, "-n2", "--min_ranks=1", "--max-restarts=9", command=command, stderr=log
-        )
+    with Path("log").open("w+") as log:
+        done = launch(HEAD + text, "-n2", "--max-restarts=9", command=command, stderr=log)
         log.seek(0)
         lines = log.read()
     assert done.returncode == 0, lines
@@ -160,23 +161,23 @@ LONG = pytest.mark.long
     ],
 )
 def test_a_rank_that_dies_before_all_have_met_is_replaced_in_its_rank(
-    tmp_path: Path, moment: str, victims: str
+    launch: Launch, moment: str, victims: str
 ) -> None:
-    done = launch(tmp_path, TRAINS, "-n3", "--min_ranks=1", "--max-restarts=2", args=(moment, victims))
+    done = launch(TRAINS, "-n3", "--max-restarts=2", args=(moment, victims))
     assert done.returncode == 0, done.stderr
     assert sorted(line.partition("] ")[2] for line in done.stdout.splitlines()) == ["0 3", "1 3", "2 3"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("moment", "n"), [("first", 2), ("first", 3), ("start.after_join", 3)])
-def test_a_death_without_a_replacement_ends_the_wait_of_all(tmp_path: Path, moment: str, n: int) -> None:
-    done = launch(tmp_path, TRAINS, f"-n{n}", "--min_ranks=1", args=(moment, "1"))
+@pytest.mark.parametrize(("moment", "n"), [("first", 2), ("start.after_join", 3)])
+def test_a_death_without_a_replacement_ends_the_wait_of_all(launch: Launch, moment: str, n: int) -> None:
+    done = launch(TRAINS, f"-n{n}", args=(moment, "1"))
     assert done.returncode == 128 + 9
     log = r"rank 1 \(pid \d+ on .*\) failed first: signal SIGKILL \(9\); the ranks had not all met, and no restart"
     assert re.search(log, done.stderr), done.stderr
 
 
-def test_the_death_of_all_that_have_the_state_ends_the_job(tmp_path: Path) -> None:
+def test_the_death_of_all_that_have_the_state_ends_the_job(launch: Launch) -> None:
     text = """
 import os, pathlib, signal, time
 import fastcoll as dist
@@ -189,7 +190,7 @@ with dist.world():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = launch(tmp_path, text, "-n2", "--min_ranks=1", "--max-restarts=1")
+    done = launch(text, "-n2", "--max-restarts=1")
     assert done.returncode == 128 + 9
     assert "every rank that had the state has failed, so the state is lost" in done.stderr, done.stderr
 

@@ -10,6 +10,7 @@ import os
 import threading
 
 import pytest
+from launch.launching import LIMIT
 
 from fastcoll.testing import worker
 from fastcoll.testing.worker import Footprint, lasting
@@ -21,10 +22,10 @@ def test_a_thread_that_python_has_not_started_is_no_leak() -> None:
     def as_xla() -> None:
         threading.current_thread()  # which registers the thread with Python permanently
         seen.set()
-        stop.wait(20)
+        stop.wait(LIMIT)
 
     _thread.start_new_thread(as_xla, ())
-    assert seen.wait(20)
+    assert seen.wait(LIMIT)
     assert any(thread.name.startswith("Dummy-") for thread in threading.enumerate())
     assert before.growth() == []
     stop.set()
@@ -41,7 +42,8 @@ def test_a_descriptor_that_changes_hands_is_new() -> None:
 
 
 def test_threads_and_children_that_end_in_time_are_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_GONE_SECONDS", 0.1)
     looks = iter([["a thread"], ["a thread"], []])
+    monkeypatch.setattr(worker, "_GONE_SECONDS", LIMIT)
     assert lasting(lambda: next(looks)) == []
+    monkeypatch.setattr(worker, "_GONE_SECONDS", 0.0)
     assert lasting(lambda: ["a thread"]) == ["a thread"]

@@ -9,14 +9,13 @@ import re
 import select
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
 import pytest
-from launch.launching import LIMIT, Script, Starter, end, has_ended, next_line, patched, wait_for
+from launch.launching import LIMIT, Script, Starter, end, has_ended, next_line, patched, until, wait_for
 
 from fastcoll import config
 from fastcoll.errors import StoreTimeoutError
@@ -152,21 +151,7 @@ def test_nodes_join_and_leave(script: Script, start: Starter) -> None:
     assert "ended unexpectedly, or is unreachable: the ranks restart without its own" in err
 
 
-def test_a_failure_on_one_node_restarts_both(script: Script, start: Starter) -> None:
-    script("here(restarts)\nif rank == 1 and restarts < 1: stay('fail'); sys.exit('no data')\nstay()")
-    options = c10d(free_port(), "2", "--max-restarts=1")
-    both = [start(*options) for _ in range(2)]
-    assert [next_line(node)[2] for node in both] == ["0", "0"]
-    Path("fail").touch()
-    assert [next_line(node)[2] for node in both] == ["1", "1"]
-    Path("go").touch()
-    ends = [end(node) for node in both]
-    assert [code for code, _, _ in ends] == [0, 0], ends
-    lines = r"fastcoll.launch: (on another node )?rank 1 \(pid \d+ on .*\) failed first: exit code 1"
-    assert sorted(re.findall(lines, "".join(err for _, _, err in ends))) == ["", "on another node "]
-
-
-def test_nodes_with_numbers(script: Script, start: Starter) -> None:
+def test_a_failure_on_one_of_the_nodes_with_numbers_restarts_both(script: Script, start: Starter) -> None:
     script(
         "here(rank, restarts)\nopen(f'here-{rank}', 'w')\nif restarts < 1: stay('here-0')\n"
         "if rank == 1 and restarts < 1: sys.exit(5)\nif restarts < 1: stay()"
@@ -177,6 +162,8 @@ def test_nodes_with_numbers(script: Script, start: Starter) -> None:
     assert [code for code, _, _ in ends] == [0, 0], ends
     lines = [[line.split()[3:] for line in out.splitlines()] for _, out, _ in ends]
     assert lines == [[["1", "0"], ["1", "1"]], [["0", "0"], ["0", "1"]]]
+    failed = r"fastcoll.launch: (on another node )?rank 1 \(pid \d+ on .*\) failed first: exit code 5"
+    assert [re.findall(failed, err) for _, _, err in ends] == [[""], ["on another node "]]
 
 
 def test_the_end_of_the_launcher_that_leads_ends_the_others(script: Script, start: Starter) -> None:
@@ -264,11 +251,10 @@ class Unconfirmed(HashStore):
 
 
 def next_order(gathering: Gathering) -> Order:
-    deadline = time.monotonic() + LIMIT
-    while (order := gathering.take()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    return order
+    orders: list[Order | None] = []
+    until(lambda: orders.append(gathering.take()) or orders[-1])
+    assert orders[-1] is not None
+    return orders[-1]
 
 
 def test_an_event_sent_twice_is_applied_once() -> None:
@@ -284,55 +270,6 @@ def test_an_event_sent_twice_is_applied_once() -> None:
             assert (start.generation, start.members[0].port) == (generation, generation + 1)
             gathering.failed(generation, Failure(3, "rank 0 failed"))
             assert isinstance(next_order(gathering), Over if generation else End)
-
-
-OLD = """
-from fastcoll.store import TCPStore
-from fastcoll.errors import StoreError
-from fastcoll.rendezvous.detect import port_beside
-if rank == 1:
-    here()
-    os.kill(os.getpid(), signal.SIGSTOP)
-    try:
-        TCPStore("127.0.0.1", port_beside(int(open("port").read())), timeout=10)
-        print("it was let in")
-    except StoreError as error:
-        open("why", "w").write(str(error))
-        os.rename("why", "refused")
-    stay()
-here()
-if restarts == 0:
-    stay("fail")
-    sys.exit(1)
-store = TCPStore("127.0.0.1", port_beside(int(os.environ["MASTER_PORT"])), is_master=True)
-open("part", "w").write(os.environ["MASTER_PORT"])
-os.rename("part", "port")
-stay()
-"""
-
-
-@pytest.mark.long
-def test_a_rank_of_an_old_generation_cannot_connect(script: Script, start: Starter) -> None:
-    """The rank was stopped with its launcher, and resumes when the next generation runs without it."""
-    script(OLD)
-    options = c10d(free_port(), "1:2", "--max-restarts=1", "--grace=0.1")  # the last one counts
-    leader = start(*options)
-    next_line(leader)
-    other = start(*options)
-    old = int(next_line(other)[1])
-    next_line(leader)
-    other.send_signal(signal.SIGSTOP)
-    Path("fail").touch()
-    wait_for("port")
-    os.kill(old, signal.SIGCONT)
-    wait_for("refused")
-    assert "has another secret" in Path("refused").read_text()
-    assert Path(f"/proc/{old}").exists()
-    other.send_signal(signal.SIGCONT)  # its launcher notices that it was left out, and joins again
-    assert has_ended(old)
-    for process in (other, leader):
-        process.terminate()
-        assert end(process)[0] == 128 + signal.SIGTERM
 
 
 def test_output_goes_where_it_is_sent(script: Script, start: Starter) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch.launching import LIMIT
+from launch.launching import LIMIT, wait_for
 
 import fastcoll as dist
 from fastcoll.launch import supervisor
@@ -166,11 +166,7 @@ def test_ctrl_c_ends_all_ranks_within_a_second_also_of_a_shell(tmp_path: Path, s
         shell.stdin.close()
         shell.stdin = None
         files = [tmp_path / f"rank-{rank}" for rank in range(2)]
-        end = time.monotonic() + LIMIT
-        while not all(file.exists() for file in files):
-            assert time.monotonic() < end
-            assert shell.poll() is None, shell.communicate()
-            time.sleep(0.01)
+        wait_for(*files)
         ranks = [os.pidfd_open(int(file.read_text())) for file in files]
         shell.send_signal(signal.SIGINT)
         start = time.monotonic()

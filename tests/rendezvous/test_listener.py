@@ -134,12 +134,6 @@ def test_garbage_is_dropped_and_logged_once(listener, arrived, caplog, garbage: 
     ]
 
 
-def test_a_port_scan_is_dropped(listener, arrived) -> None:
-    for _ in range(100):
-        connect(listener).close()
-    comes_through(listener, arrived)
-
-
 def test_a_store_opening_gets_no_proof_from_a_rank(listener, arrived) -> None:
     with connect(listener) as stranger:
         stranger.sendall(Dialing(SEATS[0], 1, ConnectionKind.STORE, 0).opening)
@@ -304,24 +298,17 @@ def test_groups_share_a_listener_until_the_last_one_leaves() -> None:
             connect(two)
 
 
-@pytest.fixture
-def ports(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    config.forget()
-    yield monkeypatch
-    config.forget()
-
-
-def test_ports_of_a_range(ports: pytest.MonkeyPatch) -> None:
+def test_ports_of_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
     with nothing_left(), socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         first = min(port, 65535 - 20)
-        ports.setenv("FASTCOLL_PORT_RANGE", f"{first}-{first + 20}")
+        monkeypatch.setenv("FASTCOLL_PORT_RANGE", f"{first}-{first + 20}")
         made = Listener([LO])
         assert made.ports[0] in {*range(first, first + 21)} - {port}
         made.close()
         made.close()
         config.forget()
-        ports.setenv("FASTCOLL_PORT_RANGE", str(port))
+        monkeypatch.setenv("FASTCOLL_PORT_RANGE", str(port))
         with pytest.raises(
             ResourceError, match=f"ports {port}-{port} of 127.0.0.1 .lo.: Address already in use"
         ):
@@ -339,8 +326,8 @@ def test_ports_of_a_range(ports: pytest.MonkeyPatch) -> None:
         ("FASTCOLL_TCP_STREAMS", "65"),
     ],
 )
-def test_wrong_settings_of_a_listener(ports: pytest.MonkeyPatch, name: str, text: str) -> None:
-    ports.setenv(name, text)
+def test_wrong_settings_of_a_listener(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
+    monkeypatch.setenv(name, text)
     with pytest.raises(UsageError, match=f"{name}='{text}' cannot be used"):
         config.get(name)
 
