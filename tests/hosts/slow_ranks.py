@@ -1,7 +1,7 @@
-"""The program of a rank on a slow network: it prints its progress and observations, a JSON object a line.
+"""The program of a rank on a slow network: it prints its progress, a JSON object a line.
 
 python slow_ranks.py all              each kind of call once or more, compared with NumPy
-python slow_ranks.py calls FILE       all_reduce until FILE exists; prints when each call began and ended
+python slow_ranks.py calls FILE       all_reduce until FILE exists; prints the number of each call
 python slow_ranks.py shrink VICTIM    that rank kills itself; the others shrink, and continue
 """
 
@@ -27,7 +27,7 @@ COUNTS = (1, 1000, 20_000)
 
 def tell(**said: Any) -> None:
     """Print a line."""
-    print(json.dumps({"at": time.monotonic(), **said}), flush=True)
+    print(json.dumps(said), flush=True)
 
 
 def values(rank: int, count: int, seed: int = 0) -> np.ndarray:
@@ -97,7 +97,7 @@ def calls(rank: int, size: int) -> None:
 
 
 def do_all() -> None:
-    """See the top of the file; prints the seconds of each part."""
+    """See the top of the file; prints the seconds of each part, for when it takes long."""
     for part in (collectives, messages, groups, calls):
         began = time.monotonic()
         part(dist.get_rank(), dist.get_world_size())
@@ -126,21 +126,17 @@ def shrink(victim: str) -> None:
             dist.all_reduce(x)
     except dist.PeerDiedError as error:
         tell(died=error.ranks)
-    began = time.monotonic()
     dist.shrink()
-    tell(shrunk=dist.get_world_size(), seconds=time.monotonic() - began)
+    tell(shrunk=dist.get_world_size())
     collectives(dist.get_rank(), dist.get_world_size())
 
 
 def main(what: str, *words: str) -> None:
     """See the top of the file."""
-    began = time.monotonic()
     dist.init_process_group(timeout=LIMIT)
-    tell(here=dist.get_rank(), seconds=time.monotonic() - began)
     {"all": do_all, "calls": call_until, "shrink": shrink}[what](*words)
-    began = time.monotonic()
     dist.destroy_process_group()
-    tell(left=True, seconds=time.monotonic() - began)
+    tell(left=True)
 
 
 if __name__ == "__main__":

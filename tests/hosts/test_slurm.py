@@ -87,8 +87,7 @@ def said_in(text: str) -> list[str]:
     ("options", "env", "placed"),
     [
         pytest.param("-N2 -n4 --ntasks-per-node=2", SECRET, "0011", id="a secret in the environment"),
-        pytest.param("-N2 -n4 --ntasks-per-node=2", {}, "0011", id="the secret of the user's home"),
-        pytest.param("-N2 -n3", {}, "001", id="uneven"),
+        pytest.param("-N2 -n3", {}, "001", id="uneven, with the secret of the user's home"),
         pytest.param("-N1 -n2", {}, "00", id="one host"),
     ],
 )

@@ -101,7 +101,8 @@ def attack_all(network: Network, ranks: int, tmp_path: Path) -> Times:
         first, last = network.hosts[0], network.hosts[-1]
         recording = start(first, "record", str(tmp_path / "record"))
         await_line(nodes[0], "began", nodes)
-        await_listeners(first, nodes)
+        # Rank 0's store listens, and with several hosts its launcher.
+        until(lambda: len(listening_addresses(first)) >= min(hosts, 2), nodes)
         # The first connections to each port are strangers', and 500 of them are open when the ranks connect.
         crawlers = start(last, "crawl", str(_CRAWLERS), *listening_addresses(first))
         await_line(crawlers, "crawling", [crawlers])
@@ -118,8 +119,9 @@ def attack_all(network: Network, ranks: int, tmp_path: Path) -> Times:
         assert len(heard) >= 2 * (ranks * hosts - 1), "the record is empty"
 
         every = {host: listening_addresses(host) for host in network}
-        for host, found in every.items():
-            assert_bound(host, found, alone=hosts == 1)
+        for host, found in every.items():  # a job of one host listens on loopback only
+            own = "127.0.0.1" if hosts == 1 else host.address
+            assert {each.rpartition(":")[0] for each in found} == {own}
         assert sum(map(len, every.values())) >= 1 + ranks * hosts
         before = memory(nodes)
         secret = secret_of(next(iter(before)))
@@ -154,17 +156,6 @@ def listening_addresses(host: Host) -> list[str]:
     """Return the addresses at which a host listens, as in 10.77.0.1:24500; only the job listens there."""
     assert host.namespace.run("ss", "-lxH") == "", "a Unix socket listens"
     return sorted(line.split()[3] for line in host.namespace.run("ss", "-ltnH").splitlines())
-
-
-def await_listeners(host: Host, nodes: list[Node]) -> None:
-    """Wait until rank 0's store listens, and with several hosts its launcher."""
-    until(lambda: len(listening_addresses(host)) >= (1 if len(nodes) == 1 else 2), nodes)
-
-
-def assert_bound(host: Host, found: list[str], alone: bool) -> None:
-    """Check that a job of one host listens on loopback only, one of several hosts on the given addresses."""
-    own = "127.0.0.1" if alone else host.address
-    assert {each.rpartition(":")[0] for each in found} == {own}
 
 
 def refused(attacker: Host, record: Path, where: list[str]) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from fastcoll.errors import (
     UnavailableError,
     UsageError,
 )
+from fastcoll.rendezvous import assemble as module
 from fastcoll.rendezvous.assemble import FAILED, MET, MOVED, Ending, GroupMeeting, assemble
 from fastcoll.store import HashStore, Store
 from fastcoll.system.processes import Member
@@ -41,10 +42,13 @@ def crew(size: int) -> list[Member]:
 def meetings(store: Store, size: int, timeout: float = LIMIT) -> list[GroupMeeting]:
     """Return the meeting of one group, as seen by each rank."""
     members = crew(size)
-    made = [GroupMeeting(store, members, rank, timeout, "testing") for rank in range(size)]
-    for each in made:
-        each._looked = 0.0
-    return made
+    return [GroupMeeting(store, members, rank, timeout, "testing") for rank in range(size)]
+
+
+@pytest.fixture(autouse=True)
+def look_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each look at the store read it, however soon after the one before."""
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -123,7 +127,6 @@ def test_the_others_raise_a_published_error(error: Exception, have_met: bool) ->
             assert Ending(store, "group").decide(MET, b"all")
         second.look()
         first.publish_error(error)
-        second._looked = 0.0
         with pytest.raises(type(error)) as caught:
             second.look()
     assert str(caught.value).startswith("rank 0 (")
@@ -154,7 +157,6 @@ def test_errors_that_all_detect_or_that_another_member_published_are_not_publish
         first, second = meetings(store, 2)
         first.publish_error(CollectiveTimeoutError("late", [1]))
         second.look()
-        second._looked = 0.0
         first.publish_error(UsageError("of the first"))
         with pytest.raises(UsageError) as caught, second:
             second.look()

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from net.dialing import is_dropped
+from net.dialing import is_dropped, proof_of
 from net.meshes import nothing_left, until
 
 from fastcoll import config
@@ -56,10 +56,6 @@ def listener(arrived: list[tuple[Opening, socket.socket]]) -> Iterator[Listener]
             connection.close()
 
 
-def dial(listener: Listener, endpoint: Endpoint = SEATS[0]) -> Dial:
-    return Dial(endpoint, 1, ConnectionKind.DATA, 0, LO, (LO.address, listener.ports[0]))
-
-
 def comes_through(listener: Listener, arrived: list[tuple[Opening, socket.socket]]) -> None:
     """Check that a rank of the group can connect, whatever else happens."""
     before = len(arrived)
@@ -73,7 +69,10 @@ def comes_through(listener: Listener, arrived: list[tuple[Opening, socket.socket
 
 def dialed(listener: Listener, endpoint: Endpoint = SEATS[0]) -> Dial:
     """Return an open connection, with a limit that only ends a hang."""
-    one, end = dial(listener, endpoint), time.monotonic() + 60
+    one, end = (
+        Dial(endpoint, 1, ConnectionKind.DATA, 0, LO, (LO.address, listener.ports[0])),
+        time.monotonic() + 60,
+    )
 
     def look() -> None:
         assert time.monotonic() < end, "no connection in time"
@@ -82,13 +81,9 @@ def dialed(listener: Listener, endpoint: Endpoint = SEATS[0]) -> Dial:
     return one
 
 
-def answered(connection: socket.socket) -> bytes:
-    """Open a connection as rank 0, up to the listener's answer; return the proof to send."""
-    dialing, proof = Dialing(SEATS[0], 1, ConnectionKind.DATA, 0), b""
-    connection.sendall(dialing.opening)
-    while dialing.wants:
-        proof = dialing.take(connection.recv(dialing.wants))
-    return proof
+def opening(kind: ConnectionKind = ConnectionKind.DATA) -> Dialing:
+    """Return the dialing side of a connection of rank 0."""
+    return Dialing(SEATS[0], 1, kind, 0)
 
 
 def connect(listener: Listener) -> socket.socket:
@@ -105,8 +100,8 @@ def many_descriptors() -> Iterator[None]:
 
 def test_a_rank_of_the_group_connects(listener, arrived) -> None:
     comes_through(listener, arrived)
-    (opening, connection) = arrived[0]
-    assert (opening.rank, opening.kind, opening.stream) == (0, ConnectionKind.DATA, 0)
+    (theirs, connection) = arrived[0]
+    assert (theirs.rank, theirs.kind, theirs.stream) == (0, ConnectionKind.DATA, 0)
     assert connection.gettimeout() == 0
     assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
@@ -136,7 +131,7 @@ def test_garbage_is_dropped_and_logged_once(listener, arrived, caplog, garbage: 
 
 def test_a_store_opening_gets_no_proof_from_a_rank(listener, arrived) -> None:
     with connect(listener) as stranger:
-        stranger.sendall(Dialing(SEATS[0], 1, ConnectionKind.STORE, 0).opening)
+        stranger.sendall(opening(ConnectionKind.STORE).opening)
         assert is_dropped(stranger)
     assert not arrived
     comes_through(listener, arrived)
@@ -144,7 +139,7 @@ def test_a_store_opening_gets_no_proof_from_a_rank(listener, arrived) -> None:
 
 def test_another_version_gets_the_reason_from_a_listener(listener) -> None:
     with connect(listener) as stranger:
-        mine = bytearray(Dialing(SEATS[0], 1, ConnectionKind.DATA, 0).opening)
+        mine = bytearray(opening().opening)
         mine[12:28] = b"99.0".ljust(16, b"\0")
         stranger.sendall(mine)
         answer = Opening.from_bytes(stranger.recv(OPENING_SIZE, socket.MSG_WAITALL), Role.ANSWERS)
@@ -165,7 +160,7 @@ def test_answered_connections_are_kept_before_silent_ones(listener, arrived, man
     """A rank regards its connection as established once it has sent its proof: a drop would look like a death."""
     with contextlib.ExitStack() as opened:
         rank = opened.enter_context(connect(listener))
-        proof = answered(rank)
+        proof = proof_of(opening(), rank)
         for _ in range(2 * listening.MOST_OPENINGS):
             opened.enter_context(connect(listener))
         comes_through(listener, arrived)  # by then the listener has read all of those
@@ -193,7 +188,7 @@ def test_a_proof_that_came_while_the_listener_was_starved_is_in_time(monkeypatch
         connection.close()
 
     with connect(listener) as late:
-        proof = answered(late)
+        proof = proof_of(opening(), late)
         monkeypatch.setattr(listener, "accepted", starve)
         with connect(listener):
             assert asleep.wait(60)
@@ -209,7 +204,7 @@ def test_a_rank_that_is_stopped_before_its_proof_has_its_groups_timeout(
     """Or 10 s. When it continues, it regards the connection as established: a drop would look like a death."""
     listener.join(SEATS[1], lambda opening, connection: arrived.append((opening, connection)), timeout)
     with connect(listener) as stopped, connect(listener) as silent:
-        proof = answered(stopped)
+        proof = proof_of(opening(), stopped)
         until(lambda: len(listener._pending) == 2)
         listener.expire(time.monotonic() + stopped_for)
         assert stopped_for < listening.OPENING_SECONDS or is_dropped(silent)
@@ -229,7 +224,7 @@ def test_bytes_after_the_proof_belong_to_the_group(listener, arrived) -> None:
 def test_an_opening_for_a_closed_group_gets_no_answer(listener) -> None:
     listener.leave(SEATS[1])
     with connect(listener) as late:
-        late.sendall(Dialing(SEATS[0], 1, ConnectionKind.DATA, 0).opening)
+        late.sendall(opening().opening)
         assert is_dropped(late)
 
 
