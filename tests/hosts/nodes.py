@@ -47,9 +47,9 @@ class Node:
             return False
         return True
 
-    def wait_for_code(self, seconds: float = LIMIT) -> int | None:
-        """Wait, for `seconds` at most, for its exit code; None: it still runs."""
-        self.wait(time.monotonic() + seconds)
+    def wait_for_code(self) -> int | None:
+        """Wait for its exit code; None: it still runs after LIMIT."""
+        self.wait(time.monotonic() + LIMIT)
         return self.code
 
     def signal(self, number: int) -> None:

@@ -26,9 +26,9 @@ from hosts.network import Closing, Host, Network
 
 _CLONE_NEWNET, _TUNSETIFF, _TUN_WITHOUT_HEADER = 0x40000000, 0x400454CA, 0x1001
 QUEUE_SECONDS = 0.5
-# One-way latency in seconds; shares of packets that are lost, and duplicated; whether packets are reordered;
-# bytes per second that a host sends; pairs of hosts [source, target] between which all packets are lost.
-QUICK = {"least": 0.0, "most": 0.0, "loss": 0.0, "twice": 0.0, "overtake": True, "rate": 12.5e6, "cut": []}
+# One-way latency in seconds; shares of packets that are lost, and duplicated; bytes per second that a host sends; pairs
+# of hosts [source, target] between which all packets are lost.
+QUICK = {"least": 0.0, "most": 0.0, "loss": 0.0, "twice": 0.0, "rate": 12.5e6, "cut": []}
 
 
 def lacking() -> str | None:
@@ -70,7 +70,7 @@ class SlowNetwork(Closing):
             raise
 
     def change(self, **settings: Any) -> dict[str, int]:
-        """Change settings for later packets; return the numbers of sent, lost, duplicated and dropped packets."""
+        """Change settings for later packets; return the numbers of sent, lost and duplicated packets."""
         self._settings.update(settings)
         assert self._carrier.stdin is not None
         assert self._carrier.stdout is not None
@@ -129,8 +129,7 @@ class _Carrier:
         self._is = dict(QUICK)
         self._due: list[tuple[float, int, int, bytes]] = []
         self._free = [0.0] * len(tuns)  # when all packets of each sender have left
-        self._last = [0.0] * len(tuns)  # when the last delayed packet to each host arrives
-        self._counts = dict.fromkeys(("sent", "lost", "doubled", "dropped"), 0)
+        self._counts = {"sent": 0, "lost": 0, "doubled": 0}
 
     def run(self) -> None:
         poller = select.poll()
@@ -163,7 +162,6 @@ class _Carrier:
         now = time.monotonic()
         self._free[source] = max(self._free[source], now)
         if self._free[source] - now > QUEUE_SECONDS:
-            self._counts["dropped"] += 1
             return
         self._free[source] += len(packet) / self._is["rate"]
         if lost or [source, target] in self._is["cut"]:
@@ -172,8 +170,6 @@ class _Carrier:
         self._counts["doubled"] += twice
         for _ in range(1 + twice):
             due = self._free[source] + self._random.uniform(self._is["least"], self._is["most"])
-            if not self._is["overtake"]:
-                due = self._last[target] = max(due, self._last[target])
             heapq.heappush(self._due, (due, self._counts["sent"], target, packet))
 
 

@@ -28,7 +28,6 @@ while meeting.rank == 0 and meeting.store.add("done", 0) < meeting.world_size:
     pass
 meeting.close(0)
 """
-SHM = "import fastcoll as dist\ndist.init_process_group('shm', timeout=200)"
 JOIN = "import fastcoll as dist\nprint('here', flush=True)\ndist.init_process_group(timeout=600)"
 LIST = "cat /proc/[0-9]*/cmdline | tr '\\0' ' '; true"  # a process may end meanwhile
 WAIT = "import time\nprint('here', flush=True)\ntime.sleep(600)"
@@ -59,6 +58,12 @@ def script(tmp_path: Path) -> Callable[[str], list[str]]:
     return write
 
 
+@pytest.fixture
+def own_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the user's own secret, because no other is given."""
+    monkeypatch.delenv("FASTCOLL_SECRET", raising=False)
+
+
 def run(
     network: Network, ranks: int, program: Sequence[str], **options: object
 ) -> list[tuple[int, str, str]]:
@@ -79,32 +84,21 @@ def test_ranks_of_four_hosts_meet_over_ipv6(join_hosts: Join, script: Script) ->
         assert "secret" not in err
 
 
-def test_shared_memory_is_refused_between_hosts(join_hosts: Join, script: Script) -> None:
-    done = run(join_hosts(2), 1, script(SHM))
-    assert [code for code, _, _ in done] == [1, 1]
-    refused = (
-        r"UnavailableError: .*rank 1 \(pid \d+ on host1\) does not share /dev/shm with rank 0 \(.* on host0\)"
-    )
-    assert any(re.search(refused, err) for _, _, err in done), done
-    for _, _, err in done:  # the launcher whose rank fails first ends the other
-        assert re.search(refused, err) or "on another node rank" in err, err
-
-
+@pytest.mark.usefixtures("own_secret")
 def test_hosts_that_share_a_home_need_no_given_secret(
-    join_hosts: Join, script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    join_hosts: Join, script: Script, tmp_path: Path
 ) -> None:
-    monkeypatch.delenv("FASTCOLL_SECRET", raising=False)
     for _, out, err in run(join_hosts(2), 1, script(MEET), env={"XDG_CONFIG_HOME": str(tmp_path)}):
         assert out.endswith("host0 host1\n")
         assert err == ""
     assert (tmp_path / "fastcoll" / "secret").stat().st_mode & 0o7777 == 0o600
 
 
+@pytest.mark.usefixtures("own_secret")
 def test_hosts_with_different_homes_get_an_error_at_once(
-    join_hosts: Join, script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    join_hosts: Join, script: Script, tmp_path: Path
 ) -> None:
     """The connecting side fails; the serving side continues to wait, because any stranger could connect."""
-    monkeypatch.delenv("FASTCOLL_SECRET", raising=False)
     program = [sys.executable, *script(MEET)]
     choose = ["sh", "-c", 'XDG_CONFIG_HOME=$0/$(hostname) exec "$@"', str(tmp_path)]
     options = ["--no_python", "--nodes_port", "0"]
@@ -117,10 +111,8 @@ def test_hosts_with_different_homes_get_an_error_at_once(
         until(lambda: re.search(dropped, nodes[0].err), nodes)
 
 
-def test_without_a_secret_one_warning_has_the_address(
-    join_hosts: Join, script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("FASTCOLL_SECRET", raising=False)
+@pytest.mark.usefixtures("own_secret")
+def test_without_a_secret_one_warning_has_the_address(join_hosts: Join, script: Script) -> None:
     (_, _, first), (_, _, second) = run(join_hosts(2), 1, script(MEET), env={"FASTCOLL_INSECURE": "1"})
     launchers = [line for line in first.splitlines() if not line.startswith("[")]
     assert len(launchers) == 1

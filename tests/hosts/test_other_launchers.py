@@ -22,18 +22,9 @@ dist.destroy_process_group()
 
 def slurm(rank: int) -> dict[str, str]:
     """Return srun's variables for a rank, with two ranks on each of two nodes."""
-    return {
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank % 2),
-        "SLURM_NTASKS": "4",
-        "SLURM_STEP_NUM_TASKS": "4",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_STEP_NUM_NODES": "2",
-        "SLURM_JOB_ID": "77",
-        "SLURM_STEP_ID": "0",
-        "SLURM_JOB_NAME": "train",
-        "SLURM_STEP_NODELIST": "host[0-1]",
-    }
+    job = "JOB_ID=77 STEP_ID=0 JOB_NAME=train STEP_NODELIST=host[0-1] JOB_NUM_NODES=2 STEP_NUM_NODES=2"
+    task = f"PROCID={rank} LOCALID={rank % 2} NTASKS=4 STEP_NUM_TASKS=4"
+    return {f"SLURM_{name}": value for name, value in (each.split("=") for each in f"{job} {task}".split())}
 
 
 def test_ranks_of_srun_meet(join_hosts: Callable[..., Network]) -> None:

@@ -8,13 +8,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 from launch.launching import LIMIT, patched, until
 
+from fastcoll.errors import StoreTimeoutError
 from fastcoll.launch import failures as job
 from fastcoll.launch.failures import Failure, NodeFailures
 from fastcoll.launch.nodes import default_port, free_port
@@ -133,23 +133,20 @@ def test_a_launcher_that_is_stopped_for_long_is_not_taken_for_dead(monkeypatch: 
     """As by Ctrl-Z. The others repeat their requests until it continues, and none is lost."""
     monkeypatch.setattr(job, "_FIRST_SECONDS", LIMIT)
     monkeypatch.setattr(job, "_LOOK_SECONDS", 0.01)
-    requests: Counter[str] = Counter()
-    fetch = TCPStore.fetch
+    ends, fetch, port = list[type](), TCPStore.fetch, free_port()
 
-    def count(*arguments: object) -> list[bytes]:
-        requests["begun"] += 1
+    def noted(*arguments: object) -> list[bytes]:
         try:
             return fetch(*arguments)  # type: ignore[arg-type]
-        except StalledError:
-            requests["unanswered"] += 1
+        except StoreTimeoutError as error:
+            ends.append(type(error))
             raise
 
-    def await_three(what: str) -> None:
-        before = requests[what]
-        until(lambda: requests[what] >= before + 3)
+    def await_three(kind: type) -> None:
+        before = len(ends)
+        until(lambda: sum(issubclass(end, kind) for end in ends[before:]) >= 3)
 
-    monkeypatch.setattr(TCPStore, "fetch", count)
-    port = free_port()
+    monkeypatch.setattr(TCPStore, "fetch", noted)
     with subprocess.Popen(
         [sys.executable, "-c", LEADER, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as leader:
@@ -159,9 +156,9 @@ def test_a_launcher_that_is_stopped_for_long_is_not_taken_for_dead(monkeypatch: 
         with NodeFailures(2, 1, "127.0.0.1", port) as node:
             with monkeypatch.context() as hasty:
                 hasty.setattr(tcp_store, "GRACE_SECONDS", 0.01)
-                await_three("begun")
+                await_three(StoreTimeoutError)
                 leader.send_signal(signal.SIGSTOP)
-                await_three("unanswered")
+                await_three(StalledError)
                 assert node.failure() is None
             leader.send_signal(signal.SIGCONT)
             leader.stdin.write("\n")

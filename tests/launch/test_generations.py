@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -22,7 +23,6 @@ from fastcoll.launch.generations import (
 )
 
 RULES = Rules(least=1, most=3, max_restarts=2, last_call=30.0, join=600.0, end=10.0)
-FIXED = replace(RULES, least=2, most=2, fixed=True)
 
 
 def node(name: str, node_rank: int | None = None, size: int = 2, role: str = "default") -> Node:
@@ -46,28 +46,30 @@ def shown(order: Order) -> str:
 
 JOINS = "the launcher on host-c has joined: the ranks restart with its own"
 # Lines `TIME EVENT LAUNCHERS [NUMBER] -> ORDERS`. The number is the generation of `failed` and `done`, the code of
-# `left`, and the node's number of `ready` where nodes have numbers.
+# `left`, and the node's number of `ready` where nodes have numbers. A line `rules` has those that differ from RULES.
 SCRIPTS = {
-    "a generation starts after the last call": (RULES, """
+    "a generation starts after the last call": """
         100 ready a
         129.9 tick
-        130 tick -> start 0 of a after 0 restarts"""),
-    "a generation starts at once with all nodes": (RULES, "0 ready abc -> start 0 of abc after 0 restarts"),
-    "the wait for the least number of nodes ends": (replace(RULES, least=2), """
+        130 tick -> start 0 of a after 0 restarts""",
+    "a generation starts at once with all nodes": "0 ready abc -> start 0 of abc after 0 restarts",
+    "the wait for the least number of nodes ends": """
+        rules least=2
         0 ready a
         599 tick
-        600 tick -> over 1: 1 of at least 2 nodes joined within 600 s"""),
-    "a failure ends the generation and starts the next one, in the old order": (RULES, """
+        600 tick -> over 1: 1 of at least 2 nodes joined within 600 s""",
+    "a failure ends the generation and starts the next one, in the old order": """
         0 ready abc -> start 0 of abc after 0 restarts
         70 failed b 0 -> end 0 with 1: b failed
         70 ready cb
-        70 ready a -> start 1 of abc after 1 restarts"""),
-    "failures beyond the last restart end the job": (replace(RULES, max_restarts=0), """
+        70 ready a -> start 1 of abc after 1 restarts""",
+    "failures beyond the last restart end the job": """
+        rules max_restarts=0
         0 ready abc -> start 0 of abc after 0 restarts
         70 failed b 0 -> over 1: b failed
         70 failed c 0
-        1000000 tick"""),
-    "events of an earlier generation are ignored": (RULES, """
+        1000000 tick""",
+    "events of an earlier generation are ignored": """
         0 ready abc -> start 0 of abc after 0 restarts
         70 failed b 0 -> end 0 with 1: b failed
         70 failed c 0
@@ -75,62 +77,71 @@ SCRIPTS = {
         71 failed c 0
         71 done abc 0
         71 done ab 1
-        71 done c 1 -> over 0:"""),
-    "a launcher that joins while there is room restarts the ranks": (RULES, f"""
+        71 done c 1 -> over 0:""",
+    "a launcher that joins while there is room restarts the ranks": f"""
         0 ready ab
         30 tick -> start 0 of ab after 0 restarts
         40 ready c -> end 0 with 0: {JOINS}
         40 ready b
-        40 ready a -> start 1 of abc after 0 restarts"""),
-    "a launcher that joins a full job waits for room": (RULES, """
+        40 ready a -> start 1 of abc after 0 restarts""",
+    "a launcher that joins a full job waits for room": """
         0 ready abc -> start 0 of abc after 0 restarts
         1 ready d
         2 left a 1 -> end 0 with 0: a left: the ranks restart without its own
-        3 ready bc -> start 1 of bcd after 0 restarts"""),
-    "a launcher that joins after ranks succeeded restarts none, and theirs may leave": (RULES, """
+        3 ready bc -> start 1 of bcd after 0 restarts""",
+    "a launcher that joins after ranks succeeded restarts none, and theirs may leave": """
         0 ready ab
         30 tick -> start 0 of ab after 0 restarts
         31 done a 0
         32 ready c
         33 left a 1
-        34 done b 0 -> over 0:"""),
-    "a lost launcher shrinks the generation, and too few wait": (replace(RULES, least=2), """
+        34 done b 0 -> over 0:""",
+    "a lost launcher shrinks the generation, and too few wait": """
+        rules least=2
         0 ready abc -> start 0 of abc after 0 restarts
         50 left a 1 -> end 0 with 0: a left: the ranks restart without its own
         50 ready bc -> start 1 of bc after 0 restarts
         60 left b 1 -> end 1 with 0: b left: the ranks restart without its own
         60 ready c
         659 tick
-        659 ready d -> start 2 of cd after 0 restarts"""),
-    "a signal to a launcher that others need ends the job": (replace(RULES, least=3), """
+        659 ready d -> start 2 of cd after 0 restarts""",
+    "a signal to a launcher that others need ends the job": """
+        rules least=3
         0 ready abc -> start 0 of abc after 0 restarts
-        50 left b 130 -> over 130: b left"""),
-    "a launcher that does not end its ranks is left out until it is ready": (RULES, f"""
+        50 left b 130 -> over 130: b left""",
+    "a launcher that does not end its ranks is left out until it is ready": f"""
         0 ready abc -> start 0 of abc after 0 restarts
         70 failed a 0 -> end 0 with 1: a failed
         70 ready ab
         79.9 tick
         80 tick -> start 1 of ab after 1 restarts
         90 failed c 1
-        90 ready c -> end 1 with 0: {JOINS}"""),
-    "each numbered node is needed once": (FIXED, """
+        90 ready c -> end 1 with 0: {JOINS}""",
+    "each numbered node is needed once": """
+        rules least=2 most=2 fixed=1
         0 ready b 1
         0 ready c 1 -> over 1 for c: another launcher is node 1 (host-c); give each --node_rank once
         0 ready a 0 -> start 0 of ab after 0 restarts
-        1 left b 1 -> over 1: b left"""),
-    "a numbered node that does not end its ranks ends the job": (FIXED, """
+        1 left b 1 -> over 1: b left""",
+    "a numbered node that does not end its ranks ends the job": """
+        rules least=2 most=2 fixed=1
         0 ready a 0
         0 ready b 1 -> start 0 of ab after 0 restarts
         1 failed a 0 -> end 0 with 1: a failed
         1 ready a 0
-        11 tick -> over 1: node 1 (host-b) does not end its ranks: it is stopped or unreachable"""),
-}  # fmt: skip
+        11 tick -> over 1: node 1 (host-b) does not end its ranks: it is stopped or unreachable""",
+}
 
 
-@pytest.mark.parametrize(("rules", "script"), SCRIPTS.values(), ids=SCRIPTS)
-def test_rules(rules: Rules, script: str) -> None:
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_rules(script: str) -> None:
+    rules, lines = RULES, script.strip().splitlines()
+    if "rules" in lines[0]:
+        rules = replace(
+            RULES, **{name: int(value) for name, value in re.findall(r"(\w+)=(\d)", lines.pop(0))}
+        )
     job = Generations(rules, 0.0)
-    for line in script.strip().splitlines():
+    for line in lines:
         event, _, expected = line.partition("->")
         time, what, names, number = (*event.split(), "", "")[:4]
         now = float(time)

@@ -82,12 +82,6 @@ def test_a_failed_rank_restarts_all(script: Script, start: Starter) -> None:
     assert "generation 1 starts: 2 ranks on 1 node, 1 of 2 restarts used" in err
 
 
-def test_a_program_that_cannot_be_started_is_tried_again_and_logged(start: Starter) -> None:
-    code, _, err = end(start("--max-restarts=1", "--no-python", program="no-such-program"))
-    assert code == 1
-    assert err.count("fastcoll.launch: rank 0") == 2
-
-
 @pytest.mark.parametrize("when", ["running", "pausing"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_while_ranks_run_and_in_a_pause(

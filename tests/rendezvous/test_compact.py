@@ -19,15 +19,12 @@ ME = Member.here(0, 1, "shm")
 
 
 def nodes_of_eight(size: int) -> list[Member]:
-    boots = [
-        str(uuid.UUID(int=number * 0x9E3779B97F4A7C15F39CC0605CEDC834 % (1 << 128))) for number in range(size)
-    ]
     return [
         dataclasses.replace(
             ME,
             rank=rank,
             host=f"node{rank // 8:05}",
-            boot_id=boots[rank // 8],
+            boot_id=str(uuid.uuid5(uuid.NAMESPACE_DNS, f"node{rank // 8}")),
             pid=1000 + rank * 7919 % 4_000_000,
             start_time=40_000_000 + rank * 104_729 % 3_000_000,
         )

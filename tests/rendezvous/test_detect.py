@@ -5,25 +5,23 @@ import pytest
 from fastcoll.errors import UsageError
 from fastcoll.rendezvous.detect import Detected, derived_port, detect, hosts_of, port_beside
 
-TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-AGENT = TORCH | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-    "PMIX_NAMESPACE": "prterun-host-1@1",
-}
-HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-MVAPICH = {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"}
-SLURM = {
-    "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "8",
-    "SLURM_LOCALID": "1",
-    "SLURM_JOB_ID": "77",
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_JOB_NODELIST": "node[01-02]",
-}
+
+def variables(text: str) -> dict[str, str]:
+    """Return the environment that NAME=VALUE, separated by blanks, describe."""
+    return dict(each.split("=") for each in text.split())
+
+
+TORCH = variables("RANK=1 WORLD_SIZE=4 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500")
+AGENT = TORCH | variables("LOCAL_RANK=1 LOCAL_WORLD_SIZE=2")
+OPEN_MPI = variables(
+    "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=3 OMPI_COMM_WORLD_LOCAL_SIZE=4 "
+    "PMIX_NAMESPACE=prterun-host-1@1"
+)
+HYDRA = variables("PMI_RANK=0 PMI_SIZE=2 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2")
+MVAPICH = variables("MV2_COMM_WORLD_RANK=0 MV2_COMM_WORLD_SIZE=2")
+SLURM = variables(
+    "SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1 SLURM_JOB_ID=77 SLURM_JOB_NUM_NODES=2 SLURM_JOB_NODELIST=node[01-02]"
+)
 
 
 @pytest.mark.parametrize(

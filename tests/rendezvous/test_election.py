@@ -47,15 +47,20 @@ def test_another_secret_is_ignored() -> None:
     assert Announcement.unseal(announcement("ab").seal(b""), b"two") is None
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"port": -1}, {"port": 65536}, {"port": True}, {"world_size": 0}, {"nonce": 5}, {"time": "x"}, {"pid": "7"},
-     {"leaving": 1}],
-)  # fmt: skip
-def test_fields_out_of_range_are_ignored(changes: dict) -> None:
+def test_fields_out_of_range_are_ignored() -> None:
     assert Announcement.unseal(announcement("ab").seal(b""), b"") is not None
-    wrong = dataclasses.replace(announcement("ab"), **changes)
-    assert Announcement.unseal(wrong.seal(b""), b"") is None
+    wrong = {
+        "port": [-1, 65536, True],
+        "world_size": [0],
+        "nonce": [5],
+        "time": ["x"],
+        "pid": ["7"],
+        "leaving": [1],
+    }
+    for name, values in wrong.items():
+        for value in values:
+            changed = dataclasses.replace(announcement("ab"), **{name: value})
+            assert Announcement.unseal(changed.seal(b""), b"") is None, changed
 
 
 @given(st.binary(max_size=200), st.booleans())

@@ -15,6 +15,8 @@ from rendezvous.observed import IDLE, LIMIT, FourOperations, await_value, member
 
 from fastcoll import config
 from fastcoll.errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
+from fastcoll.rendezvous import assemble
+from fastcoll.rendezvous.assemble import GroupMeeting
 from fastcoll.rendezvous.join import join
 from fastcoll.store import HashStore, Store, TCPStore, serving, waiting
 from fastcoll.store.store import StalledError
@@ -41,25 +43,26 @@ with TCPStore("127.0.0.1", port) as store:
 """
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5, 8])
-def test_all_ranks_get_the_list_of_all(world_size: int, in_threads) -> None:
-    with HashStore() as store:
-        results = in_threads(
-            *(partial(join, store, rank, world_size, "shm", LIMIT) for rank in range(world_size))
-        )
-    for members in results:
-        assert [member.rank for member in members] == list(range(world_size))
-        assert {member.pid for member in members} == {os.getpid()}
+@pytest.mark.parametrize("size", [1, 2, 20])
+def test_each_rank_sends_a_users_store_a_fixed_number_of_requests(
+    in_threads, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """It joins, and meets for the default group. Only rank 0 reads every rank's record. No wait lasts until a poll."""
+    monkeypatch.setattr(waiting, "SLICE_SECONDS", LIMIT)
+    monkeypatch.setattr(assemble, "_LOOK_SECONDS", LIMIT)
+    store = FourOperations()
 
+    def start(rank: int) -> list[Member]:
+        members = join(store, rank, size, "shm", LIMIT)
+        with GroupMeeting(store, members, rank, LIMIT, "meeting") as meeting:
+            assert meeting.assemble(rank) == list(range(size))
+        return members
 
-def test_a_users_store_suffices(in_threads) -> None:
-    """Each rank reads the terms and the list; only rank 0 reads the record of every rank."""
-    store, size = FourOperations(), 20
-    results = in_threads(*(partial(join, store, rank, size, "shm", LIMIT) for rank in range(size)))
-    assert all([member.rank for member in members] == list(range(size)) for members in results), results
-    assert store.asked["set"] <= 2 * size + 2
-    assert store.asked["add"] == 2 * size + 1
-    assert store.asked["get"] <= 5 * size
+    for members in in_threads(*(partial(start, rank) for rank in range(size))):
+        assert [(member.rank, member.pid) for member in members] == [
+            (rank, os.getpid()) for rank in range(size)
+        ]
+    assert store.asked == {"set": 2 * size + 3, "add": 2 * size + 2, "get": 5 * size - 3}
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0), (0, -1)])

@@ -87,25 +87,21 @@ def test_ranks_meet_at_an_address(processes, host: str) -> None:
 @pytest.mark.parametrize(
     ("environ", "rank", "message"),
     [
-        ({"RANK": "1"}, -1, r"misses WORLD_SIZE \(set: RANK\)"),
-        ({"WORLD_SIZE": "2"}, -1, r"misses RANK \(set: WORLD_SIZE\)"),
-        ({"MASTER_PORT": "5"}, -1, r"misses RANK, WORLD_SIZE \(set: MASTER_PORT\)"),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, -1, r"misses MASTER_ADDR, MASTER_PORT \(set: RANK, WORLD_SIZE\)"),
-        ({"WORLD_SIZE": "2", "MASTER_ADDR": "h"}, 1, r"misses MASTER_PORT \(set: WORLD_SIZE, MASTER_ADDR\)"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, -1, r"misses MASTER_PORT"),
-        (
-            {"PMI_RANK": "1", "PMI_SIZE": "2"},
-            -1,
-            r"misses MASTER_ADDR, MASTER_PORT \(set: PMI_RANK, PMI_SIZE\)",
-        ),
-        ({"RANK": "0", "WORLD_SIZE": "2", "PMI_RANK": "1"}, -1, "RANK=0, but PMI_RANK=1"),
+        ("RANK=1", -1, r"misses WORLD_SIZE \(set: RANK\)"),
+        ("WORLD_SIZE=2", -1, r"misses RANK \(set: WORLD_SIZE\)"),
+        ("MASTER_PORT=5", -1, r"misses RANK, WORLD_SIZE \(set: MASTER_PORT\)"),
+        ("RANK=1 WORLD_SIZE=2", -1, r"misses MASTER_ADDR, MASTER_PORT \(set: RANK, WORLD_SIZE\)"),
+        ("WORLD_SIZE=2 MASTER_ADDR=h", 1, r"misses MASTER_PORT \(set: WORLD_SIZE, MASTER_ADDR\)"),
+        ("RANK=0 WORLD_SIZE=2", -1, r"misses MASTER_PORT"),
+        ("PMI_RANK=1 PMI_SIZE=2", -1, r"misses MASTER_ADDR, MASTER_PORT \(set: PMI_RANK, PMI_SIZE\)"),
+        ("RANK=0 WORLD_SIZE=2 PMI_RANK=1", -1, "RANK=0, but PMI_RANK=1"),
     ],
 )
 def test_missing_variables_are_named(
-    monkeypatch: pytest.MonkeyPatch, environ, rank: int, message: str
+    monkeypatch: pytest.MonkeyPatch, environ: str, rank: int, message: str
 ) -> None:
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
+    for each in environ.split():
+        monkeypatch.setenv(*each.split("="))
     with pytest.raises(UsageError, match=message):
         meet("env://", rank, -1, 5)
 

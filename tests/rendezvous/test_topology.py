@@ -34,25 +34,6 @@ def test_every_rank_sees_the_same_nodes_and_its_own_place(homes: list[int]) -> N
         assert nodes[view.node] == view.local
 
 
-class Counted(Member):
-    """A rank that counts how often its node is read."""
-
-    asked = 0
-
-    @property
-    def node(self) -> tuple[str, int]:
-        Counted.asked += 1
-        return super().node
-
-
-def test_the_node_of_each_rank_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Counted, "asked", 0)
-    members = [Counted(**vars(HERE) | {"shm_device": rank // 2}) for rank in range(1000)]
-    topology = Topology(members, 501)
-    assert (topology.node, topology.local_rank, len(topology.nodes)) == (250, 1, 500)
-    assert Counted.asked == len(members)
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
 def test_a_rail_has_one_rank_of_each_node_and_its_ranks_agree_on_it(homes: list[int]) -> None:
