@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
+from fastcoll.launch import lifeline
 from hosts.network import Host, Network
 
 SECRET = {"FASTCOLL_SECRET": "of this test"}
@@ -22,12 +24,12 @@ class Node:
     def __init__(self, host: Host, words: Sequence[str], env: Mapping[str, str]) -> None:
         self.host = host
         self._out, self._err = (os.memfd_create(name) for name in ("out", "err"))
-        self._started = host.start(words, env, stdout=self._out, stderr=self._err)
+        self._process = host.start(words, env, stdout=self._out, stderr=self._err)
 
     @property
     def code(self) -> int | None:
         """The launcher's exit code; None while it runs."""
-        return self._started.process.poll()
+        return self._process.poll()
 
     @property
     def out(self) -> str:
@@ -42,7 +44,7 @@ class Node:
     def wait(self, deadline: float) -> bool:
         """Return whether it ends by itself before `deadline` (of time.monotonic)."""
         try:
-            self._started.process.wait(max(0.0, deadline - time.monotonic()))
+            self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             return False
         return True
@@ -52,13 +54,11 @@ class Node:
         self.wait(time.monotonic() + LIMIT)
         return self.code
 
-    def signal(self, number: int) -> None:
-        """Send it a signal; its ranks are in other sessions and do not get it."""
-        os.killpg(self._started.process.pid, number)
-
     def end(self) -> None:
         """Kill it, which ends its ranks. Calling it twice is fine."""
-        self._started.end()
+        if self.code is None:
+            lifeline.signal_group(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def close(self) -> None:
         """Kill it and discard its output."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hosts.network import Host, Network, Started, lacking
+from hosts.network import Host, Network, lacking
 from hosts.nodes import Node
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "squeue")
@@ -84,7 +84,7 @@ class Cluster:
             assert time.monotonic() < deadline, f"{' '.join(words)} prints {found!r} and not {answer!r}"
             time.sleep(_LOOK_SECONDS)
 
-    def daemon(self, host: Host, log: Path, *words: str) -> Started:
+    def daemon(self, host: Host, log: Path, *words: str) -> subprocess.Popen[bytes]:
         """Start a daemon, which ends with its host."""
         with log.open("a") as file:
             return host.start(words, self._environment, stdout=file, stderr=file)
@@ -93,7 +93,7 @@ class Cluster:
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[Cluster]:
     """Yield a Slurm of two hosts that accepts jobs; its files and logs are in `folder`."""
-    daemons: list[Started] = []
+    daemons: list[subprocess.Popen[bytes]] = []
     try:
         with Network(2, own_pids=True) as network:
             _configure(network.hosts, folder)
@@ -101,15 +101,13 @@ def slurm_cluster(folder: Path) -> Iterator[Cluster]:
             for host, words in _daemons(network.hosts, folder):
                 daemons.append(cluster.daemon(host, folder / f"{words[0]}.{host.name}.log", *words))
                 while words[0] == "munged" and not (folder / "munge.socket").exists():
-                    assert daemons[-1].process.poll() is None, (
-                        folder / f"munged.{first.name}.log"
-                    ).read_text()
+                    assert daemons[-1].poll() is None, (folder / f"munged.{first.name}.log").read_text()
                     time.sleep(_LOOK_SECONDS)
             cluster.await_answer("idle 2", "sinfo", "--noheader", "--format=%T %D")
             yield cluster
     finally:
         for each in daemons:
-            each.process.wait(_ANSWER_SECONDS)  # it ends with its host
+            each.wait(_ANSWER_SECONDS)  # it ends with its host
 
 
 def _configure(hosts: Sequence[Host], folder: Path) -> None:

@@ -6,9 +6,10 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
-from launch.launching import COMMAND, HEAD, Script, Started, Starter
+from launch.launching import COMMAND, HEAD, LIMIT, Launch, Script, Started, Starter
 
 
 @pytest.fixture
@@ -17,7 +18,21 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "FASTCOLL_SECRET"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    return lambda text: (tmp_path / "script.py").write_text(HEAD + text) and None
+    return lambda text, head=HEAD: (tmp_path / "script.py").write_text(head + text) and None
+
+
+@pytest.fixture
+def launch(script: Script) -> Launch:
+    """Run a launcher with some options, among them script.py, and return when it has ended."""
+
+    def run(
+        text: str, *options: str, command: list[str] = COMMAND, head: str = HEAD, **more: Any
+    ) -> subprocess.CompletedProcess[str]:
+        script(text, head)
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
+        return subprocess.run([*command, *options], text=True, timeout=LIMIT, **streams)
+
+    return run
 
 
 @pytest.fixture

@@ -23,9 +23,10 @@ def wait_for_end(pid):
     while os.path.exists(f"/proc/{pid}"): time.sleep(0.01)
 """
 
-Script = Callable[[str], None]
+Script = Callable[..., None]
 Started = subprocess.Popen[str]
 Starter = Callable[..., Started]
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def patched(*settings: str) -> list[str]:

@@ -89,9 +89,7 @@ class Clock:
         self.now += seconds
 
 
-def test_an_unreachable_node_delays_the_end_by_the_promised_time_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unreachable_node_delays_the_end_as_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Node 1 never reads the failure of node 0, whose launcher ends nevertheless."""
     with NodeFailures(2, 0, "127.0.0.1", free_port()) as node:
         node.publish(FIRST)
@@ -103,9 +101,7 @@ def test_an_unreachable_node_delays_the_end_by_the_promised_time_only(
 
 
 @pytest.mark.parametrize("why", ["the address is another machine's", "the port is in use by"])
-def test_a_launcher_that_cannot_serve_warns_with_the_reason_and_goes_on(
-    capsys: pytest.CaptureFixture[str], why: str
-) -> None:
+def test_a_launcher_that_cannot_serve_warns_and_goes_on(capsys: pytest.CaptureFixture[str], why: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = "192.0.2.1:1234" if "address" in why else f"127.0.0.1:{taken.getsockname()[1]}"
         host, port = place.split(":")

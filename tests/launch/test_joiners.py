@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from launch.launching import COMMAND, LIMIT, patched
+from launch.launching import LIMIT, Launch, patched
 
 from fastcoll.launch.console import Console
 from fastcoll.launch.nodes import NodeShare
@@ -28,25 +26,6 @@ if is_new:
 """
 
 
-Launch = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.fixture
-def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    """Run a launcher whose ranks may be replaced on a script.py with the given text, in a new directory."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(
-        text: str, *options: str, args: Sequence[str] = (), command: Sequence[str] = COMMAND, **more: object
-    ) -> subprocess.CompletedProcess[str]:
-        Path("script.py").write_text(text)
-        words = [*command, "--min_ranks=1", *options, "script.py", *args]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
-        return subprocess.run(words, text=True, timeout=2 * LIMIT, **streams)
-
-    return run
-
-
 @pytest.mark.long
 def test_ranks_that_die_are_replaced_a_given_number_of_times(launch: Launch) -> None:
     text = """
@@ -55,7 +34,7 @@ if local == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 store.wait(["ended-3"])
 """
-    done = launch(HEAD + text, "-n3", "--max-restarts=2", "--log_dir=logs")
+    done = launch(text, "--min_ranks=1", "-n3", "--max-restarts=2", "--log_dir=logs", "script.py", head=HEAD)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[new 1] False False 1", "[new 2] False False 1"]
     assert Path("logs/joiner-2.stdout").read_text() == "False False 1\n"
@@ -80,7 +59,16 @@ while "joiner 2 of 9" not in open("log").read():
 """
     command = patched("pauses._FIRST = pauses._MOST = 600.0")
     with Path("log").open("w+") as log:
-        done = launch(HEAD + text, "-n2", "--max-restarts=9", command=command, stderr=log)
+        done = launch(
+            text,
+            "--min_ranks=1",
+            "-n2",
+            "--max-restarts=9",
+            "script.py",
+            head=HEAD,
+            command=command,
+            stderr=log,
+        )
         log.seek(0)
         lines = log.read()
     assert done.returncode == 0, lines
@@ -141,10 +129,8 @@ LONG = pytest.mark.long
         pytest.param("start.after_world", "1", marks=LONG),
     ],
 )
-def test_a_rank_that_dies_before_all_have_met_is_replaced_in_its_rank(
-    launch: Launch, moment: str, victims: str
-) -> None:
-    done = launch(TRAINS, "-n3", "--max-restarts=2", args=(moment, victims))
+def test_a_rank_that_dies_before_all_have_met_is_replaced(launch: Launch, moment: str, victims: str) -> None:
+    done = launch(TRAINS, "--min_ranks=1", "-n3", "--max-restarts=2", "script.py", moment, victims, head="")
     assert done.returncode == 0, done.stderr
     assert sorted(line.partition("] ")[2] for line in done.stdout.splitlines()) == ["0 3", "1 3", "2 3"]
 
@@ -152,7 +138,7 @@ def test_a_rank_that_dies_before_all_have_met_is_replaced_in_its_rank(
 @pytest.mark.long
 @pytest.mark.parametrize(("moment", "n"), [("first", 2), ("start.after_join", 3)])
 def test_a_death_without_a_replacement_ends_the_wait_of_all(launch: Launch, moment: str, n: int) -> None:
-    done = launch(TRAINS, f"-n{n}", args=(moment, "1"))
+    done = launch(TRAINS, "--min_ranks=1", f"-n{n}", "script.py", moment, "1", head="")
     assert done.returncode == 128 + 9
     log = r"rank 1 \(pid \d+ on .*\) failed first: signal SIGKILL \(9\); the ranks had not all met, and no restart"
     assert re.search(log, done.stderr), done.stderr
@@ -171,7 +157,7 @@ with dist.world():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = launch(text, "-n2", "--max-restarts=1")
+    done = launch(text, "--min_ranks=1", "-n2", "--max-restarts=1", "script.py", head="")
     assert done.returncode == 128 + 9
     assert "every rank that had the state has failed, so the state is lost" in done.stderr, done.stderr
 

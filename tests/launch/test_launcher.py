@@ -8,34 +8,31 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch.launching import COMMAND, LIMIT, Script, Starter, end, has_ended, next_line, until, wait_for
+from launch.launching import (
+    COMMAND,
+    LIMIT,
+    Launch,
+    Script,
+    Starter,
+    end,
+    has_ended,
+    next_line,
+    until,
+    wait_for,
+)
 
 from fastcoll.launch.options import read
 from fastcoll.testing.worker import shm_names
 
-Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 # Every rank writes a file, and goes on when all ranks have written theirs.
 MEET = """
 open(f"here-{rank}.part", "w").write(str(os.getpid()))
 os.rename(f"here-{rank}.part", f"here-{rank}")
 for each in range(int(os.environ["WORLD_SIZE"])): stay(f"here-{each}")
 """
-
-
-@pytest.fixture
-def launch(script: Script) -> Launch:
-    """Run the launcher with some options on a script.py with the given text."""
-
-    def run(text: str, *options: str, **more: object) -> subprocess.CompletedProcess[str]:
-        script(text)
-        command = more.pop("command", COMMAND)
-        return subprocess.run([*command, *options], capture_output=True, text=True, timeout=LIMIT, **more)
-
-    return run
 
 
 def test_each_rank_gets_its_environment_and_arguments(launch: Launch) -> None:
@@ -99,9 +96,7 @@ def test_rank_0_has_the_standard_input(launch: Launch) -> None:
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal SIGKILL (9); it wrote nothing on stderr\n"),
     ],
 )
-def test_the_first_failure_is_logged_and_ends_the_others(
-    launch: Launch, failure: str, code: int, text: str
-) -> None:
+def test_the_first_failure_ends_the_others(launch: Launch, failure: str, code: int, text: str) -> None:
     done = launch(f"{MEET}if rank == 1:\n    {failure}\ntime.sleep(1000)", "-n3", "script.py")
     assert done.returncode == code
     pid = Path("here-1").read_text()

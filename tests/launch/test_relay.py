@@ -45,9 +45,7 @@ def test_whole_lines_get_a_prefix(stream: Stream) -> None:
     assert stream.log.getvalue() == b"one\ntwo\n\n"
 
 
-def test_a_log_whose_disk_is_full_is_given_up_and_the_rest_passed_on(
-    stream: Stream, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_whose_disk_is_full_is_given_up(stream: Stream, caplog: pytest.LogCaptureFixture) -> None:
     with open("/dev/full", "wb", buffering=0) as full:
         stream.relay._log = full
         assert stream.write(b"one\n") == b"[3] one\n"

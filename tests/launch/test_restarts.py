@@ -313,10 +313,8 @@ def test_torchruns_variables_are_defaults(script: Script, monkeypatch: pytest.Mo
     assert job.variables["TORCHELASTIC_RUN_ID"] == "none"
 
 
-def test_a_job_of_one_node_has_a_name_of_its_own_and_brackets_are_for_the_option_alone(
-    script: Script,
-) -> None:
-    """Programs use the name for files that they save, as with torchrun."""
+def test_a_job_of_one_node_has_a_name_of_its_own(script: Script) -> None:
+    """Programs use the name for files that they save, as with torchrun. Brackets are for the option alone."""
     script("")
     given = ["--master-addr=[::1]"], [], ["--rdzv-id=x"]
     jobs = [read([*options, "script.py"])[1] for options in given]

@@ -93,10 +93,7 @@ def test_a_second_join_of_one_process_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            [(0, 2, "shm"), (1, 3, "shm"), (2, 3, "shm")],
-            "disagree about the world size: .* has ..*, .* has .",
-        ),
+        ([(0, 2, "shm"), (1, 3, "shm"), (2, 3, "shm")], "disagree about the world size: .* has .*, .* has ."),
         ([(0, 3, "shm"), (1, 2, "shm")], "disagree about the world size"),
         ([(1, 4, "shm"), (2, 5, "shm")], "disagree about the world size"),
         ([(0, 2, "shm"), (1, 2, "tcp")], r"disagree about the backend: rank . \(.*\) has \w+, rank"),
@@ -107,8 +104,7 @@ def test_terms_that_differ_name_both_on_all(arguments, message: str, in_threads)
         results = in_threads(*(partial(join, store, *each, LIMIT) for each in arguments))
     for error in results:
         assert isinstance(error, UsageError), error
-        with pytest.raises(UsageError, match=message):
-            raise error
+        assert re.search(message, str(error))
 
 
 def test_versions_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,9 +275,7 @@ sys.stdin.readline()
             fetch_for(store, ["never"], [], 60, "making a group")
 
 
-def test_the_error_for_missing_ranks_names_hosts_with_another_secret(
-    in_threads, clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_with_another_secret_are_named(in_threads, clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTCOLL_SECRET", "one")
     config.forget()
     with TCPStore("127.0.0.1", 0, is_master=True) as store:

@@ -198,8 +198,8 @@ def test_a_proof_that_came_while_the_listener_was_starved_is_in_time(monkeypatch
 
 
 @pytest.mark.parametrize(("timeout", "stopped_for"), [(300.0, listening.OPENING_SECONDS + 1), (0.5, 2.0)])
-def test_a_rank_that_is_stopped_before_its_proof_has_its_groups_timeout(
-    listener, arrived, timeout: float, stopped_for: float
+def test_a_rank_stopped_before_its_proof_has_its_groups_timeout(
+    listener, arrived, timeout, stopped_for
 ) -> None:
     """Or 10 s. When it continues, it regards the connection as established: a drop would look like a death."""
     listener.join(SEATS[1], lambda opening, connection: arrived.append((opening, connection)), timeout)
@@ -246,19 +246,12 @@ def test_the_listener_works_after_a_lack_of_descriptors(listener, arrived, caplo
     accept = socket.socket.accept
     refusals = [OSError(errno.EMFILE, "Too many open files")] * 2
 
-    class Poor(socket.socket):
-        def accept(self):  # type: ignore[no-untyped-def]
-            if refusals:
-                raise refusals.pop()
-            return accept(self)
+    def refuse(self: socket.socket) -> tuple[socket.socket, object]:
+        if refusals:
+            raise refusals.pop()
+        return accept(self)
 
-    real = listener._sockets[0]
-    poor = Poor(fileno=os.dup(real.fileno()))
-    listener._sockets.append(poor)
-    listener.selector.register(poor, 1)
-    listener.selector.unregister(real)
-    listener._sockets.remove(real)
-    real.close()
+    monkeypatch.setattr(socket.socket, "accept", refuse)
     comes_through(listener, arrived)
     assert not refusals
     assert any("ulimit -n" in record.getMessage() for record in caplog.records)

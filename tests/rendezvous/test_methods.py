@@ -29,7 +29,7 @@ from fastcoll.rendezvous import meet, multicast, register_rendezvous_handler, re
 from fastcoll.rendezvous.multicast import MAX_DATAGRAM, Announcement, MulticastSocket, job_digest
 from fastcoll.store import HashStore, tcp_store
 from fastcoll.store.secret import job_secret
-from fastcoll.system.processes import ProcessId, this_process
+from fastcoll.system.processes import this_process
 
 MEET = """
 import os, sys
@@ -234,13 +234,19 @@ def test_ranks_that_are_given_and_assigned_meet_in_a_file(tmp_path: Path, proces
     assert not list(tmp_path.iterdir())
 
 
-def test_group_names_separate_jobs_in_one_file(tmp_path: Path, processes) -> None:
-    jobs = {
-        name: [processes.start(MEET, f"file://{tmp_path}/meet", -1, 2, 60, name) for _ in range(2)]
-        for name in "ab"
-    }
-    for ranks in jobs.values():
-        assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "FileStore")
+@pytest.mark.parametrize("where", ["file", "v4"])
+def test_a_groups_name_and_for_multicast_a_secret_separate_jobs(
+    tmp_path: Path, processes, where: str
+) -> None:
+    url = f"file://{tmp_path}/meet" if where == "file" else group_of(where)
+    settings: list[tuple[str, dict[str, str]]] = [("a", {}), ("b", {})]
+    settings += [("a", {"FASTCOLL_SECRET": "x"})] if where == "v4" else []
+    jobs = [
+        [processes.start(MEET, url, -1, 2, 60, name, **more) for _ in range(2)] for name, more in settings
+    ]
+    for ranks in jobs:
+        pids = [rank.pid for rank in ranks]
+        assert_one_world(processes.outputs(ranks), pids, "FileStore" if where == "file" else "TCPStore")
     assert not list(tmp_path.iterdir())
 
 
@@ -362,38 +368,50 @@ def test_multicast_assigns_ranks(group: str, processes) -> None:
     assert (outputs[0][0], outputs[2][0]) == ("2", "0")
 
 
-def test_multicast_separates_jobs(processes) -> None:
-    group = group_of("v4")
-    secrets = {"FASTCOLL_SECRET": "x"}
-    jobs = [
-        [processes.start(MEET, group, -1, 2, 60, name, **environ) for _ in range(2)]
-        for name, environ in (("a", {}), ("b", {}), ("a", secrets))
-    ]
-    for ranks in jobs:
-        assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "TCPStore")
-
-
 def member_of(group: str) -> MulticastSocket:
     address, _, port = group.removeprefix("tcp://").rpartition(":")
     return MulticastSocket(address.strip("[]"), int(port))
 
 
-def test_multicast_ignores_strangers(processes) -> None:
-    group = group_of("v4")
-    with member_of(group) as strangers, socket.create_server(("127.0.0.1", 0)) as store:
-        # One has the lowest nonce and would lead, with the strangers' store; others would end the meeting.
+@pytest.mark.parametrize("whose", ["strangers", "the dead"])
+def test_multicast_ignores(processes, whose: str) -> None:
+    """Strangers' datagrams, and recorded announcements of dead candidates. One of each has the lowest nonce.
+
+    The former would lead, with a store of its own; the latter one offers a store that is gone.
+    """
+    group, end = group_of("v4"), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as store:
         lead = Announcement(
-            job_digest(""), "0" * 32, time.time(), 2, **vars(this_process()), address="127.0.0.1",
-            port=store.getsockname()[1],
-        )  # fmt: skip
-        sent = [one.seal(key) for one in (lead, replace(lead, world_size=3)) for key in (b"wrong", b"")]
-        sent += [sent[0][:-32] + bytes(32), os.urandom(MAX_DATAGRAM), os.urandom(60_000), b""]
-        ranks = [processes.start(MEET, group, -1, 2) for _ in range(2)]
-        while all(rank.poll() is None for rank in ranks):
-            for data in sent:
-                strangers.send(data)
-            time.sleep(0.001)
-        assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "TCPStore")
+            job_digest(""),
+            "0" * 32,
+            time.time(),
+            2,
+            "127.0.0.1",
+            store.getsockname()[1],
+            **vars(this_process()),
+        )
+        if whose == "strangers":
+            sent = [one.seal(key) for one in (lead, replace(lead, world_size=3)) for key in (b"wrong", b"")]
+            sent += [sent[0][:-32] + bytes(32), os.urandom(MAX_DATAGRAM), os.urandom(60_000), b""]
+        else:
+            gone = replace(lead, time=0.0, host="gone", pid=1, start_time=1, boot_id="other")
+            others = replace(gone, address="", port=0), replace(gone, nonce="0" * 31 + "1", port=free_port())
+            sent = [one.seal(job_secret()) for one in others]
+
+        def flood() -> None:
+            with member_of(group) as sender:
+                while not end.wait(0.005):
+                    for data in sent:
+                        sender.send(data)
+
+        thread = threading.Thread(target=flood)
+        thread.start()
+        try:
+            ranks = [processes.start(MEET, group, -1, 2) for _ in range(2)]
+            assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "TCPStore")
+        finally:
+            end.set()
+            thread.join()
         store.setblocking(False)
         with pytest.raises(BlockingIOError):
             store.accept()
@@ -424,31 +442,6 @@ def test_multicast_names_the_processes_that_came(
     for error in in_threads(call, call, end)[:2]:
         assert isinstance(error, StoreTimeoutError)
         assert f"heard pid {os.getpid()} on {os.uname().nodename}" in str(error)
-
-
-def test_multicast_ignores_dead_and_stale_candidates(processes) -> None:
-    """Recorded announcements of dead candidates: with the lowest possible nonce, and with an offer of no store."""
-    group = group_of("v4")
-    elsewhere = ProcessId(host="gone", pid=1, start_time=1, boot_id="other", pid_namespace="pid:[1]")
-    gone = Announcement(job_digest(""), "0" * 32, 0.0, 2, **vars(elsewhere))
-    offer = Announcement(job_digest(""), "0" * 31 + "1", 0.0, 2, "127.0.0.1", free_port(), **vars(elsewhere))
-    stop = threading.Event()
-
-    def replay() -> None:
-        with member_of(group) as socket_:
-            while not stop.wait(0.05):
-                for each in (gone, offer):
-                    socket_.send(each.seal(b""))
-                socket_.send(b"\xff" * 400)
-
-    thread = threading.Thread(target=replay)
-    thread.start()
-    try:
-        ranks = [processes.start(MEET, group, -1, 2) for _ in range(2)]
-        assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "TCPStore")
-    finally:
-        stop.set()
-        thread.join()
 
 
 def test_multicast_one_too_many_is_left_over(in_threads, clock) -> None:

@@ -12,6 +12,8 @@ from fastcoll.rendezvous.init_method import parse
         ("tcp://10.1.1.20:23456", "10.1.1.20", 23456),
         ("tcp://localhost:0", "localhost", 0),
         ("tcp://[::1]:123", "::1", 123),
+        ("tcp://239.1.2.3:5", "239.1.2.3", 5),
+        ("tcp://238-node:5", "238-node", 5),
         ("tcp://[ff15:1e18:5d4c:4cf0:d02d:b659:53ba:b0a7]:5", "ff15:1e18:5d4c:4cf0:d02d:b659:53ba:b0a7", 5),
     ],
 )
@@ -19,12 +21,7 @@ def test_tcp(url: str, host: str, port: int) -> None:
     method = parse(url, -1, 4)
     assert (method.scheme, method.host, method.port) == ("tcp", host, port)
     assert (method.rank, method.world_size) == (None, 4)
-    assert method.is_multicast is host.startswith("ff")
-
-
-def test_a_multicast_address_is_known() -> None:
-    assert parse("tcp://239.1.2.3:5", -1, -1).is_multicast
-    assert not parse("tcp://238-node:5", -1, -1).is_multicast
+    assert method.is_multicast is host.startswith(("ff", "239."))
 
 
 def test_the_query_and_the_arguments() -> None:
