@@ -1,4 +1,7 @@
-"""The launcher on several hosts: ranks find one another, and a failure on one host ends the others."""
+"""Launchers on several hosts: ranks find one another, and a failure on one host ends the others.
+
+launch/test_restarts.py has launchers that join, leave and are killed; rendezvous/test_detect.py has all variables.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hosts.network import Network
-from hosts.nodes import LIMIT, SECRET, Node, await_line, finish, launched, output_of, until
+from hosts.nodes import LIMIT, SECRET, Node, await_line, finish, launched, output_of, ranks_on, until
 
 Join = Callable[..., Network]
 Script = Callable[[str], list[str]]
@@ -214,3 +217,69 @@ def test_a_killed_launcher_ends_all_within_two_seconds(join_hosts: Join, script:
         for node in others:
             assert f"on another node the launcher of node {victim} (" in node.err, output_of(nodes)
             assert "ended unexpectedly" in node.err
+
+
+# ---- without a launcher of ours -------------------------------------------------------------------------------
+
+SUM = """
+import numpy as np, fastcoll as dist
+dist.init_process_group(timeout=200)
+x = np.array([2.0 ** dist.get_rank()])
+dist.all_reduce(x)
+print(dist.get_rank(), x[0])
+dist.destroy_process_group()
+"""
+
+
+def slurm(rank: int) -> dict[str, str]:
+    """Return srun's variables for a rank, with two ranks on each of two nodes. They name no port."""
+    job = "JOB_ID=77 STEP_ID=0 JOB_NAME=train STEP_NODELIST=host[0-1] JOB_NUM_NODES=2 STEP_NUM_NODES=2"
+    task = f"PROCID={rank} LOCALID={rank % 2} NTASKS=4 STEP_NUM_TASKS=4"
+    return {f"SLURM_{name}": value for name, value in (each.split("=") for each in f"{job} {task}".split())}
+
+
+def test_ranks_of_srun_meet_with_the_secret_of_a_home_that_their_hosts_share(join_hosts: Join) -> None:
+    one, two = join_hosts(2, own_pids=True)
+    with ranks_on([one, one, two, two], ["-c", SUM], slurm) as ranks:
+        finish(ranks)
+        found = [(each.code, each.out) for each in ranks]
+        assert found == [(0, f"{rank} 15.0\n") for rank in range(4)], output_of(ranks)
+
+
+# ---- generations ----------------------------------------------------------------------------------------------
+
+TRAIN = """
+import os, sys, time
+import numpy as np
+import fastcoll as dist
+dist.init_process_group(timeout=200)
+x = np.ones(1)
+dist.all_reduce(x)
+print(f"{dist.get_rank()} in {x[0]:.0f}", flush=True)
+while x[0] < 1e6:
+    x[0] = 2e6 * os.path.exists(sys.argv[1])
+    dist.all_reduce(x)
+    time.sleep(0.01)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long  # the others detect it by a call that fails after some 10 s
+def test_a_host_that_is_cut_off_is_left_out(join_hosts: Join, script: Script, tmp_path: Path) -> None:
+    network = join_hosts(3, own_pids=True)
+    options = [
+        "--nnodes=1:3",
+        "--max-restarts=1",
+        "--monitor-interval=0.05",
+        "--grace=0.5",
+        "--rdzv-backend=c10d",
+    ]
+    options += ["--rdzv-conf=last_call_timeout=100", f"--rdzv-endpoint={network.hosts[0].address}:29400"]
+    with launched(network, 1, [*script(TRAIN), str(tmp_path / "go")], env=SECRET, options=options) as nodes:
+        await_line(nodes[0], " in 3\n", nodes)
+        network.cut(network.hosts[2])
+        await_line(nodes[0], " in 2\n", nodes)
+        (tmp_path / "go").touch()
+        finish(nodes)
+        assert [node.code for node in nodes] == [0, 0, 1], output_of(nodes)
+        assert "the launcher that leads the job ended unexpectedly, or is unreachable" in nodes[2].err
