@@ -86,18 +86,10 @@ def _port_of(ends: bytes) -> list[int]:
 # ---- to attack ---------------------------------------------------------------------------------------------
 
 
-def _opening(
-    kind: ConnectionKind,
-    group: bytes,
-    key: bytes,
-    has_secret: bool,
-    rank: int = 1,
-    peer: int = 0,
-    size: int = 2,
-) -> Talk:
-    """Return a valid opening, the proof made with `key`, and a request that a store would answer."""
-    endpoint = Endpoint(group, rank, size, key, has_secret)
-    mine = Opening.of(endpoint, Role.DIALS, kind, 0, peer, OpeningResult.WELCOME).to_bytes()
+def _opening(kind: ConnectionKind, group: bytes, key: bytes, has_secret: bool) -> Talk:
+    """Return rank 1's valid opening, the proof made with `key`, and a request that a store would answer."""
+    endpoint = Endpoint(group, 1, 2, key, has_secret)
+    mine = Opening.of(endpoint, Role.DIALS, kind, 0, 0, OpeningResult.WELCOME).to_bytes()
     return mine, lambda answer: prove(key, Role.DIALS, mine, answer[:OPENING_SIZE]) + _REQUEST
 
 
@@ -141,15 +133,16 @@ def attacks(recorded: list[tuple[list[int], str]]) -> Iterator[tuple[str, Talk]]
         yield "an answer as an opening", (each[:10] + bytes([Role.DIALS]) + each[11:], None)
 
 
+def _connected(where: str) -> socket.socket:
+    host, _, port = where.rpartition(":")
+    return socket.create_connection((host, int(port)), _PATIENCE)
+
+
 def attack(where: str, name: str, talk: Talk) -> dict[str, Any]:
     """Run one attack; return the bytes that the other side sends until it drops the connection, and the time."""
-    host, _, port = where.rpartition(":")
     since, answer, has_sent = time.monotonic(), b"", False
     first, then = talk
-    with (
-        socket.create_connection((host, int(port)), _PATIENCE) as connection,
-        contextlib.suppress(ConnectionError),
-    ):
+    with _connected(where) as connection, contextlib.suppress(ConnectionError):
         connection.sendall(first)
         if not first:
             connection.shutdown(socket.SHUT_WR)
@@ -169,11 +162,8 @@ def crawl(count: int, where: list[str]) -> dict[str, float]:
     opening = _opening(ConnectionKind.STORE, bytes(16), b"wrong", has_secret=True)[0]
     waiting, since = selectors.DefaultSelector(), time.monotonic()
     for each in where:
-        host, _, port = each.rpartition(":")
         for _ in range(count):
-            waiting.register(
-                socket.create_connection((host, int(port)), _PATIENCE), selectors.EVENT_READ, each
-            )
+            waiting.register(_connected(each), selectors.EVENT_READ, each)
     print("crawling", flush=True)
     held = dict.fromkeys(where, 0.0)
     for number in range(int(_PATIENCE)):

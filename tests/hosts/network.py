@@ -87,9 +87,7 @@ class _Namespace:
         Raises:
             OSError: it failed; the message has its stderr.
         """
-        done = subprocess.run(
-            [*self.enter(), *words], input=input, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([*self.enter(), *words], input=input, capture_output=True, text=True)
         if done.returncode:
             raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
         return done.stdout

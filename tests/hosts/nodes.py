@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from fastcoll.launch import lifeline
 from hosts.network import Host, Network
@@ -41,17 +41,10 @@ class Node:
         """The text on stderr so far."""
         return _text(self._err)
 
-    def wait(self, deadline: float) -> bool:
-        """Return whether it ends by itself before `deadline` (of time.monotonic)."""
-        try:
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def wait_for_code(self) -> int | None:
-        """Wait for its exit code; None: it still runs after LIMIT."""
-        self.wait(time.monotonic() + LIMIT)
+    def wait_for_code(self, deadline: float | None = None) -> int | None:
+        """Wait until `deadline` (of time.monotonic), or for LIMIT, for its exit code; None: it still runs."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(LIMIT if deadline is None else max(0.0, deadline - time.monotonic()))
         return self.code
 
     def end(self) -> None:
@@ -122,33 +115,21 @@ def ranks_on(
         yield nodes
 
 
-def finish(nodes: Sequence[Node], seconds: float = LIMIT) -> None:
-    """Wait for launchers to end by themselves.
-
-    Raises:
-        AssertionError: one has not after `seconds`; what all have written is shown.
-    """
-    deadline = time.monotonic() + seconds
-    late = [node.host.name for node in nodes if not node.wait(deadline)]
-    assert not late, f"still running after {seconds:g} s: {', '.join(late)}\n{output_of(nodes)}"
+def finish(nodes: Sequence[Node]) -> None:
+    """Wait for launchers to end by themselves; AssertionError, with what all have written: one has not in time."""
+    deadline = time.monotonic() + LIMIT
+    late = [node.host.name for node in nodes if node.wait_for_code(deadline) is None]
+    assert not late, f"still running after {LIMIT:g} s: {', '.join(late)}\n{output_of(nodes)}"
 
 
 def await_line(node: Node, line: str, nodes: Sequence[Node]) -> None:
-    """Wait until a node has printed a line.
-
-    Raises:
-        AssertionError: it ended first, or has not in time; what all have written is shown.
-    """
+    """Wait until a node has printed a line; AssertionError, with what all have written: it ended first."""
     until(lambda: line in node.out or node.code is not None, nodes)
     assert line in node.out, f"{node.host.name} ended without {line!r}\n{output_of(nodes)}"
 
 
 def until(is_so: Callable[[], object], nodes: Sequence[Node]) -> None:
-    """Wait for a condition that programs fulfil.
-
-    Raises:
-        AssertionError: they have not in time; what all have written is shown.
-    """
+    """Wait for a condition that programs fulfil; AssertionError, with what all have written: not in time."""
     deadline = time.monotonic() + LIMIT
     while not is_so():
         assert time.monotonic() < deadline, output_of(nodes)

@@ -39,17 +39,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.getgroup("fastcoll").addoption(
-        "--ranks-hosts",
-        type=int,
-        metavar="N",
-        help="run tests with the mark ranks on N hosts of this machine",
-    )
-    parser.getgroup("fastcoll").addoption(
-        "--ranks-through-nodes",
-        action="store_true",
-        help="let groups over several nodes send everything through the nodes, however small",
-    )
+    group = parser.getgroup("fastcoll")
+    group.addoption("--ranks-hosts", type=int, metavar="N", help="run tests with the mark ranks on N hosts")
+    text = "let groups over several nodes send everything through the nodes, however small"
+    group.addoption("--ranks-through-nodes", action="store_true", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -97,7 +97,7 @@ def calls(rank: int, size: int) -> None:
 
 
 def do_all() -> None:
-    """See the top of the file; prints the seconds of each part, for when it takes long."""
+    """See the top of the file; prints the seconds of each part."""
     for part in (collectives, messages, groups, calls):
         began = time.monotonic()
         part(dist.get_rank(), dist.get_world_size())

@@ -69,16 +69,10 @@ class Cluster:
     def ask(self, *words: str) -> str:
         """Return a short command's output on the first host, even if it fails, as while the daemons start."""
         command = [*self.hosts[0].enter(), *words]
-        return subprocess.run(
-            command, env=self._environment, capture_output=True, text=True, check=False
-        ).stdout
+        return subprocess.run(command, env=self._environment, capture_output=True, text=True).stdout
 
     def await_answer(self, answer: str, *words: str) -> None:
-        """Wait until a command prints `answer`.
-
-        Raises:
-            AssertionError: it has not done so within the time limit.
-        """
+        """Wait until a command prints `answer`; AssertionError: it has not within the time limit."""
         deadline = time.monotonic() + _ANSWER_SECONDS
         while (found := self.ask(*words).strip()) != answer:
             assert time.monotonic() < deadline, f"{' '.join(words)} prints {found!r} and not {answer!r}"

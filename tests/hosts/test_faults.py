@@ -16,8 +16,6 @@ from hosts.nodes import Node, await_line, finish, output_of, ranks_on
 Join = Callable[..., Network]
 HOSTS, EACH = 4, 2
 RANKS = HOSTS * EACH
-KILLED = 2.0  # seconds until a killed rank is detected; the deadline is 300
-LOST = 10.0  # seconds until a vanished host is given up; the kernel does so after 8
 
 WORK = """
 import json, os, pathlib, signal, sys, threading, time
@@ -67,7 +65,7 @@ def test_a_killed_rank_is_named_on_all_hosts_within_two_seconds(join_hosts: Join
         saws = [seen(nodes, rank) for rank in range(RANKS) if rank != victim]
     for saw in saws:
         assert (saw["kind"], saw["ranks"]) == ("PeerDiedError", [victim]), saw
-    assert max(saw["at"] for saw in saws) - float(stamp.read_text()) < KILLED
+    assert max(saw["at"] for saw in saws) - float(stamp.read_text()) < 2.0
 
 
 @pytest.mark.timed
@@ -85,7 +83,7 @@ def test_a_host_that_vanishes_is_given_up_on_both_sides_within_ten_seconds(join_
         others = set(range(6)) if rank in (6, 7) else {6, 7}
         assert set(saw["ranks"]) <= others, saw
         assert saw["ranks"] or rank in (6, 7), saw
-    assert max(saw["at"] for saw in saws) - cut < LOST
+    assert max(saw["at"] for saw in saws) - cut < 10.0  # the kernel gives a host up after 8 s
 
 
 MAKE = """

@@ -22,10 +22,8 @@ Join = Callable[..., Network]
 def test_which_resources_hosts_have_for_themselves(join_hosts: Join) -> None:
     one, two = join_hosts(2, own_pids=True)
     look = "hostname; stat -c %d /dev/shm; readlink /proc/self/ns/pid; ls /sys/class/net; pwd"
-    names, shm, pids, interfaces, folders = zip(
-        *(host.namespace.run("sh", "-c", look).replace("eth0\nlo", "eth0 lo").split("\n")[:5] for host in (one, two)),
-        strict=True,
-    )  # fmt: skip
+    texts = [host.namespace.run("sh", "-c", look).replace("eth0\nlo", "eth0 lo") for host in (one, two)]
+    names, shm, pids, interfaces, folders = zip(*(text.splitlines() for text in texts), strict=True)
     assert names == ("host0", "host1")
     assert len({*shm, str(os.stat("/dev/shm").st_dev)}) == 3
     assert len({*pids, os.readlink("/proc/self/ns/pid")}) == 3

@@ -1,7 +1,4 @@
-"""Remote calls between four hosts, until a worker is killed or its host vanishes. tests/rpc has all kinds of calls.
-
-test_strangers.py attacks the listening sockets of workers.
-"""
+"""Remote calls between four hosts, until a worker is killed or its host vanishes. tests/rpc has all kinds of calls."""
 
 from __future__ import annotations
 
@@ -85,11 +82,11 @@ except fastcoll.PeerDiedError:
 """
 
 
-def until_the_end(network: Network, tmp_path: Path, how: str) -> float:
-    """Call until the last worker is killed or its host vanishes; return the seconds until the others detect it.
-
-    All others must name it, be able to call one another, and leave.
-    """
+@pytest.mark.timed
+@pytest.mark.parametrize(("how", "seconds"), [("die", 2.0), ("vanish", 12.0)])
+def test_calls_until_a_worker_is_lost(join_hosts: Join, tmp_path: Path, how: str, seconds: float) -> None:
+    """All others must name it in time, be able to call one another, and leave."""
+    network = join_hosts(4, own_pids=True)
     (tmp_path / "program.py").write_text(PROGRAM)
     with ranks_on(network.hosts, [str(tmp_path / "program.py"), str(tmp_path), how]) as nodes:
         if how == "vanish":
@@ -109,14 +106,4 @@ def until_the_end(network: Network, tmp_path: Path, how: str) -> float:
         said = rf"^lost \(3,\) ([\d.]+) .*{last}.*\n(?:.*\n)*late .* died.*\n(?:.*\n)*over\n"
         found = [re.findall(said, node.out, re.MULTILINE) for node in nodes[:3]]
         assert all(len(times) == 1 for times in found), output_of(nodes)
-        return max(float(times[0]) for times in found) - began
-
-
-def test_calls_between_hosts_until_a_worker_is_killed(join_hosts: Join, tmp_path: Path) -> None:
-    until_the_end(join_hosts(4, own_pids=True), tmp_path, "die")
-
-
-@pytest.mark.timed
-@pytest.mark.parametrize(("how", "seconds"), [("die", 2.0), ("vanish", 12.0)])
-def test_a_lost_worker_is_known_in_time(join_hosts: Join, tmp_path: Path, how: str, seconds: float) -> None:
-    assert until_the_end(join_hosts(4, own_pids=True), tmp_path, how) < seconds
+        assert max(float(times[0]) for times in found) - began < seconds

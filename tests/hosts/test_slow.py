@@ -21,13 +21,14 @@ from hosts.nodes import Node, finish, output_of, ranks_on, until
 from hosts.slow import SlowNetwork
 
 Join = Callable[..., Network]
+Slowly = Callable[..., SlowNetwork]
 PROGRAM = Path(__file__).with_name("slow_ranks.py")
 LOSSY = {"most": 0.002, "loss": 0.03, "twice": 0.01}
 ALL = {"least": 0.02, "most": 0.15, "loss": 0.01, "twice": 0.01}
 
 
 @pytest.fixture
-def slowly(join_hosts: Join) -> Iterator[Callable[..., SlowNetwork]]:
+def slowly(join_hosts: Join) -> Iterator[Slowly]:
     """Return a function that makes slow networks, by the number of hosts; skip if none can be made."""
     if reason := slow.lacking():
         pytest.skip(reason)
@@ -67,7 +68,7 @@ def await_calls(nodes: list[Node], count: int) -> None:
     ],
 )
 def test_all_results_are_right_over_a_slow_network(
-    slowly: Callable[..., SlowNetwork], hosts: int, each: int, settings: dict[str, Any]
+    slowly: Slowly, hosts: int, each: int, settings: dict[str, Any]
 ) -> None:
     network = slowly(hosts, **settings)
     with running(network, each, "all") as nodes:
@@ -83,7 +84,7 @@ def test_all_results_are_right_over_a_slow_network(
             assert part["seconds"] > 3 * settings.get("least", 0.0), part
 
 
-def test_survivors_shrink_over_a_slow_network(slowly: Callable[..., SlowNetwork]) -> None:
+def test_survivors_shrink_over_a_slow_network(slowly: Slowly) -> None:
     with running(slowly(3, least=0.03, most=0.06), 1, "shrink", "0") as nodes:
         finish(nodes)
         assert [node.code for node in nodes] == [-9, 0, 0], output_of(nodes)
@@ -92,9 +93,7 @@ def test_survivors_shrink_over_a_slow_network(slowly: Callable[..., SlowNetwork]
             assert [line["shrunk"] for line in said(node, "shrunk")] == [2], output_of(nodes)
 
 
-def test_a_link_that_comes_back_in_time_only_delays(
-    slowly: Callable[..., SlowNetwork], tmp_path: Path
-) -> None:
+def test_a_link_that_comes_back_in_time_only_delays(slowly: Slowly, tmp_path: Path) -> None:
     """Ranks survive an outage of up to 4 s: one of a host for 1 s, and one in one direction only for 3 s."""
     network = slowly(3, least=0.01, most=0.03)
     first, _, last = network.hosts

@@ -72,10 +72,8 @@ def start(slurm: Cluster, tmp_path: Path) -> Iterator[Start]:
 
 def sums(placed: str) -> list[str]:
     """Return the output of a job's ranks, by the index of each rank's host."""
-    return sorted(
-        f"rank {rank} of {len(placed)} on host{host} has {2 ** len(placed) - 1}"
-        for rank, host in enumerate(placed)
-    )
+    size, total = len(placed), 2 ** len(placed) - 1
+    return sorted(f"rank {rank} of {size} on host{host} has {total}" for rank, host in enumerate(placed))
 
 
 def said_in(text: str) -> list[str]:

@@ -7,18 +7,14 @@ import signal
 import subprocess
 import sys
 
-import pytest
 from launch.launching import LIMIT
 
 from fastcoll.launch import lifeline
 
 
-@pytest.mark.parametrize(
-    ("code", "name"),
-    [(0, "exit code 0"), (3, "exit code 3"), (-9, "signal SIGKILL (9)"), (-40, "signal 40")],
-)
-def test_describe_exit(code: int, name: str) -> None:
-    assert lifeline.describe_exit(code) == name
+def test_describe_exit() -> None:
+    names = {0: "exit code 0", 3: "exit code 3", -9: "signal SIGKILL (9)", -40: "signal 40"}
+    assert {code: lifeline.describe_exit(code) for code in names} == names
 
 
 def tethered(parent: int, *program: str) -> subprocess.Popen[str]:

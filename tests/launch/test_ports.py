@@ -28,19 +28,17 @@ def test_a_free_port_can_be_bound() -> None:
     assert port < ports._first_outgoing_port()
 
 
-def use(monkeypatch: pytest.MonkeyPatch, used: set[int]) -> None:
-    monkeypatch.setattr("fastcoll.system.address.tcp_sockets", lambda: [(port, "", "") for port in used])
-
-
 def test_ports_in_use_are_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = {23453, 23456, 18456}  # port 18453, where the store of a job at 23453 would listen, is not free
-    use(monkeypatch, set(range(65536)) - free)
-    monkeypatch.setattr(ports, "_LOWEST", 23450)
-    monkeypatch.setattr(ports, "_first_outgoing_port", lambda: 23460)
-    assert ports.free_port() == 23456
-
-
-def test_no_port_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, set(range(65536)))
+    used = set(range(65536)) - {
+        23453,
+        23456,
+        18456,
+    }  # 18453, where the store of a job at 23453 would listen, is used
+    monkeypatch.setattr("fastcoll.system.address.tcp_sockets", lambda: [(port, "", "") for port in used])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ports, "_LOWEST", 23450)
+        patch.setattr(ports, "_first_outgoing_port", lambda: 23460)
+        assert ports.free_port() == 23456
+    used |= set(range(65536))
     with pytest.raises(ResourceError, match=r"no free TCP port in 10000.*65536 are in use"):
         ports.free_port()

@@ -105,10 +105,7 @@ def test_only_the_failure_of_a_group_follows_from_another_ranks() -> None:
 
     for kind in (errors.GroupError, *errors.GroupError.__subclasses__()):
         assert follows(last_lines(kind("rank 1 is gone"))), kind
-    for error in (
-        ValueError("no data"),
-        errors.UsageError("no"),
-        RuntimeError("not fastcoll.errors.GroupError"),
-    ):
+    lines = "not fastcoll.errors.GroupError"
+    for error in (ValueError("no data"), errors.UsageError("no"), RuntimeError(lines)):
         assert not follows(last_lines(error)), error
     assert not follows("")

@@ -180,9 +180,8 @@ def test_a_job_with_another_name_or_other_options_is_refused(script: Script, sta
     code, _, err = end(start(*c10d(port), "--rdzv-id=two"))
     assert code == 1
     assert "another job is led there" in err
-    assert re.search(
-        "it has --rdzv-id one --nnodes 1:2 --max-restarts 0 .*this launcher has --rdzv-id two", err
-    )
+    differ = "it has --rdzv-id one --nnodes 1:2 --max-restarts 0 .*this launcher has --rdzv-id two"
+    assert re.search(differ, err)
     Path("go").touch()
     assert end(first)[0] == 0
 
@@ -194,9 +193,8 @@ def test_of_two_jobs_with_one_name_the_second_waits(script: Script, start: Start
     next_line(first)
     second = start(*options)
     assert second.stderr is not None
-    assert second.stderr.readline() == (
-        "fastcoll.launch: generation 0 runs without this node, which waits for room\n"
-    )
+    waits = "fastcoll.launch: generation 0 runs without this node, which waits for room\n"
+    assert second.stderr.readline() == waits
     Path("go").touch()
     assert [end(process) for process in (first, second)] == [(0, "", "")] * 2
 

@@ -48,7 +48,7 @@ def test_closures_run_in_ranks_that_have_met_and_results_come_back(capfd: pytest
     assert all(kept.x.shape == (200_000,) and (kept.x == 10).all() for kept in results)
     assert sorted(out.getvalue().splitlines()) == [f"[{rank}] rank {rank} prints" for rank in range(3)]
     assert {f"[{rank}] and complains" for rank in range(3)} <= set(err.getvalue().splitlines())
-    assert dist.run(lambda: dist.get_rank(), ranks=1, backend="tcp", timeout=20, prefix=False) == [0]
+    assert dist.run(lambda: dist.get_rank(), ranks=1, backend="tcp", timeout=LIMIT, prefix=False) == [0]
     assert not dist.is_initialized()
 
 
@@ -67,9 +67,8 @@ def fail(how: str) -> None:
 @pytest.mark.long
 def test_the_cause_is_raised_and_not_what_followed_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "CAUSE_SECONDS", LIMIT)  # a rank may get no core for a second
-    with pytest.raises(
-        ProcessRaisedError, match=r"rank 1 \(pid \d+\) raised:(.|\n)*in fail(.|\n)*no data"
-    ) as raised:
+    text = r"rank 1 \(pid \d+\) raised:(.|\n)*in fail(.|\n)*no data"
+    with pytest.raises(ProcessRaisedError, match=text) as raised:
         dist.run(fail, 3, ("raise",))
     assert raised.value.rank == 1
     assert isinstance(raised.value.__cause__, ValueError)

@@ -18,7 +18,8 @@ from together import together
 
 from fastcoll import config
 from fastcoll.rendezvous import assemble, multicast
-from fastcoll.store import store, tcp_store, waiting
+from fastcoll.store import HashStore, tcp_store, waiting
+from fastcoll.store import store as stores
 
 DEADLINE = 120.0
 
@@ -134,7 +135,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         made.waits.release()
 
     monkeypatch.setattr(waiting.LateWarning, "__init__", begin_and_count)
-    for module in (assemble, multicast, store, tcp_store, waiting):
+    for module in (assemble, multicast, stores, tcp_store, waiting):
         monkeypatch.setattr(module, "time", made)
     monkeypatch.setattr(waiting, "SLICE_SECONDS", 0.01)
     return made
@@ -144,3 +145,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def in_threads() -> Callable[..., list[object]]:
     """Run several calls at the same time; return the result or exception of each."""
     return partial(together, deadline=DEADLINE)
+
+
+@pytest.fixture
+def store() -> Iterator[HashStore]:
+    """Return a store of this process, closed at the end."""
+    with HashStore() as made:
+        yield made

@@ -18,20 +18,11 @@ HERE = rf"pid {os.getpid()} on {os.uname().nodename}"
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8])
-def test_ranks_go_by_arrival(size: int, in_threads) -> None:
-    with HashStore() as store:
-        ranks = in_threads(*[partial(arrive, store, None, size, LIMIT)] * size)
-        assert sorted(ranks) == list(range(size))
-        arrivals = [Arrival.from_bytes(store.get(f"arrivals/member/{number}")) for number in range(size)]
-        assert assign(arrivals) == list(range(size))
-
-
-def test_a_requested_rank_is_assigned(in_threads) -> None:
-    with HashStore() as store:
-        asked = [None, 3, None, 0, None]
-        ranks = in_threads(*(partial(arrive, store, rank, 5, LIMIT) for rank in asked))
-    assert (ranks[1], ranks[3]) == (3, 0)
-    assert sorted(ranks) == [0, 1, 2, 3, 4]
+def test_ranks_go_by_arrival(store: HashStore, size: int, in_threads) -> None:
+    ranks = in_threads(*[partial(arrive, store, None, size, LIMIT)] * size)
+    assert sorted(ranks) == list(range(size))
+    arrivals = [Arrival.from_bytes(store.get(f"arrivals/member/{number}")) for number in range(size)]
+    assert assign(arrivals) == list(range(size))
 
 
 @pytest.mark.parametrize(
@@ -42,56 +33,45 @@ def test_a_requested_rank_is_assigned(in_threads) -> None:
     ],
     ids=["a rank twice", "two world sizes"],
 )
-def test_a_mismatch_is_raised_on_all(in_threads, asked: list[tuple[int | None, int]], message: str) -> None:
-    with HashStore() as store:
-        results = in_threads(*(partial(arrive, store, rank, size, LIMIT) for rank, size in asked))
+def test_a_mismatch_is_raised_on_all(
+    store: HashStore, in_threads, asked: list[tuple[int | None, int]], message: str
+) -> None:
+    results = in_threads(*(partial(arrive, store, rank, size, LIMIT) for rank, size in asked))
     for error in results:
         assert isinstance(error, UsageError)
         assert re.search(message, str(error))
 
 
-def test_a_smaller_world_does_not_count_a_member_of_a_larger_one(in_threads) -> None:
-    with HashStore() as store:
-        assert sorted(in_threads(*[partial(arrive, store, None, 2, LIMIT)] * 2)) == [0, 1]
-        with pytest.raises(UsageError, match="disagree about the world size"):
-            arrive(store, None, 3, LIMIT)
+def test_a_smaller_world_does_not_count_a_member_of_a_larger_one(store: HashStore, in_threads) -> None:
+    assert sorted(in_threads(*[partial(arrive, store, None, 2, LIMIT)] * 2)) == [0, 1]
+    with pytest.raises(UsageError, match="disagree about the world size"):
+        arrive(store, None, 3, LIMIT)
 
 
-def test_a_process_that_comes_too_late_gets_the_names_of_the_others(in_threads) -> None:
-    with HashStore() as store:
-        in_threads(*[partial(arrive, store, None, 2, LIMIT)] * 2)
-        with pytest.raises(FullError, match=f"all 2 places were taken, by {HERE}, {HERE}") as caught:
-            arrive(store, None, 2, LIMIT)
+def test_a_process_too_late_gets_the_names_of_the_others(store: HashStore, in_threads) -> None:
+    in_threads(*[partial(arrive, store, None, 2, LIMIT)] * 2)
+    assert not call_off(store)
+    with pytest.raises(FullError, match=f"all 2 places were taken, by {HERE}, {HERE}") as caught:
+        arrive(store, None, 2, LIMIT)
     assert [arrival.pid for arrival in caught.value.arrivals] == [os.getpid()] * 2
 
 
-def test_a_missing_process_is_named_on_all(in_threads, clock) -> None:
-    with HashStore() as store:
+def test_a_missing_process_is_named_on_all(store: HashStore, in_threads, clock) -> None:
+    def let_time_pass() -> None:
+        until(lambda: b"rank(s) 1, 3 (here: " in (store.peek(["arrivals/missing"])[0] or b""))
+        clock.ahead += 1000
 
-        def let_time_pass() -> None:
-            until(lambda: b"rank(s) 1, 3 (here: " in (store.peek(["arrivals/missing"])[0] or b""))
-            clock.ahead += 1000
-
-        *results, _ = in_threads(*(partial(arrive, store, rank, 4, 600) for rank in (0, 2)), let_time_pass)
+    *results, _ = in_threads(*(partial(arrive, store, rank, 4, 600) for rank in (0, 2)), let_time_pass)
     for error in results:
         assert isinstance(error, StoreTimeoutError)
         assert "rank(s) 1, 3 (here: " in str(error)
 
 
-def test_a_cancelled_meeting(in_threads) -> None:
-    with HashStore() as store:
-        begun = iter([lambda: None, lambda: call_off(store)])
-        results = in_threads(
-            *[partial(arrive, store, None, 3, LIMIT, lambda: next(begun, lambda: None)())] * 2
-        )
-        assert all(isinstance(error, MovedError) for error in results), results
-        assert not call_off(store)
-
-
-def test_a_full_meeting_cannot_be_cancelled(in_threads) -> None:
-    with HashStore() as store:
-        in_threads(*[partial(arrive, store, None, 2, LIMIT)] * 2)
-        assert not call_off(store)
+def test_a_cancelled_meeting(store: HashStore, in_threads) -> None:
+    begun = iter([lambda: None, lambda: call_off(store)])
+    results = in_threads(*[partial(arrive, store, None, 3, LIMIT, lambda: next(begun, lambda: None)())] * 2)
+    assert all(isinstance(error, MovedError) for error in results), results
+    assert not call_off(store)
 
 
 def test_garbage_among_the_arrivals_is_an_error() -> None:

@@ -36,31 +36,18 @@ def test_a_server_without_free_descriptors_says_so(processes, monkeypatch: pytes
     monkeypatch.setattr(tcp_store, "_FULL_SECONDS", 0.3)
     server = processes.start(FEW, 0, 40, 40)
     port = int(server.stdout.readline())
+    why = r"rank 0\) has reached its limit of file descriptors; raise it before the start \(ulimit -n"
     stores: list[TCPStore] = []
-    try:
-        while not (refusal := refused(stores, port)):
-            assert len(stores) < 60
-        why = "rank 0) has reached its limit of file descriptors; raise it before the start (ulimit -n"
-        assert why in refusal
+    with ExitStack() as crowd:
+        with pytest.raises(ResourceError, match=why):
+            stores.extend(crowd.enter_context(TCPStore("127.0.0.1", port, timeout=60)) for _ in range(60))
         assert stores[0].add("n", 1) == 1
         stores.pop().close()
         monkeypatch.setattr(tcp_store, "_FULL_SECONDS", 60.0)  # a busy server may see the first one
         with TCPStore("127.0.0.1", port, timeout=60) as late:
             assert late.add("n", 1) == 2
-    finally:
-        for store in stores:
-            store.close()
     server.stdin.write("\n")
     assert server.communicate(timeout=60)[1].count("the store takes no more than") == 1
-
-
-def refused(stores: list[TCPStore], port: int) -> str:
-    """Add a store to the crowd; return why that failed."""
-    try:
-        stores.append(TCPStore("127.0.0.1", port, timeout=60))
-    except ResourceError as error:
-        return str(error)
-    return ""
 
 
 def test_a_server_raises_its_soft_limit(processes) -> None:

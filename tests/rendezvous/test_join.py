@@ -66,11 +66,10 @@ def test_each_rank_sends_a_users_store_a_fixed_number_of_requests(
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0), (0, -1)])
-def test_a_rank_out_of_range_is_refused_before_anything(rank: int, world_size: int) -> None:
-    with HashStore() as store:
-        with pytest.raises(UsageError):
-            join(store, rank, world_size, "shm", 1)
-        assert store.num_keys() == 0
+def test_a_rank_out_of_range_is_refused_before_anything(store: HashStore, rank: int, world_size: int) -> None:
+    with pytest.raises(UsageError):
+        join(store, rank, world_size, "shm", 1)
+    assert store.num_keys() == 0
 
 
 def test_a_rank_claimed_twice_names_both_on_all(processes) -> None:
@@ -82,12 +81,11 @@ def test_a_rank_claimed_twice_names_both_on_all(processes) -> None:
         assert all(f"pid {rank.pid} on " in output for rank in ranks[1:])
 
 
-def test_a_second_join_of_one_process_is_named() -> None:
-    with HashStore() as store:
-        with pytest.raises(StoreTimeoutError):
-            join(store, 1, 2, "shm", 0.1)
-        with pytest.raises(UsageError, match=rf"rank 1 \({WHERE}\) joins for the second time"):
-            join(store, 1, 2, "shm", 5)
+def test_a_second_join_of_one_process_is_named(store: HashStore) -> None:
+    with pytest.raises(StoreTimeoutError):
+        join(store, 1, 2, "shm", 0.1)
+    with pytest.raises(UsageError, match=rf"rank 1 \({WHERE}\) joins for the second time"):
+        join(store, 1, 2, "shm", 5)
 
 
 @pytest.mark.parametrize(
@@ -99,34 +97,31 @@ def test_a_second_join_of_one_process_is_named() -> None:
         ([(0, 2, "shm"), (1, 2, "tcp")], r"disagree about the backend: rank . \(.*\) has \w+, rank"),
     ],
 )
-def test_terms_that_differ_name_both_on_all(arguments, message: str, in_threads) -> None:
-    with HashStore() as store:
-        results = in_threads(*(partial(join, store, *each, LIMIT) for each in arguments))
+def test_terms_that_differ_name_both_on_all(store: HashStore, arguments, message: str, in_threads) -> None:
+    results = in_threads(*(partial(join, store, *each, LIMIT) for each in arguments))
     for error in results:
         assert isinstance(error, UsageError), error
         assert re.search(message, str(error))
 
 
-def test_versions_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    with HashStore() as store:
-        store.add("join/first", 1)
-        store.set("join/terms", dataclasses.replace(Member.here(1, 2, "shm"), version="0.0.1").to_bytes())
-        with pytest.raises(UsageError, match=r"disagree about the version: rank 1 \(.*\) has 0.0.1, rank 0"):
-            join(store, 0, 2, "shm", LIMIT)
+def test_versions_that_differ(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.add("join/first", 1)
+    store.set("join/terms", dataclasses.replace(Member.here(1, 2, "shm"), version="0.0.1").to_bytes())
+    with pytest.raises(UsageError, match=r"disagree about the version: rank 1 \(.*\) has 0.0.1, rank 0"):
+        join(store, 0, 2, "shm", LIMIT)
 
 
 def test_a_missing_rank_is_named_in_a_warning_and_the_error(
-    in_threads, clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: HashStore, in_threads, clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("FASTCOLL_WARN_AFTER", "300")
-    with HashStore() as store:
-        joins = [partial(join, store, rank, 5, "shm", 600) for rank in (0, 1, 3)]
+    joins = [partial(join, store, rank, 5, "shm", 600) for rank in (0, 1, 3)]
 
-        def let_time_pass() -> list[str]:
-            await_value(store, "join/missing", b"2, 4")
-            return clock.warnings_after(400, caplog, len(joins), 400)
+    def let_time_pass() -> list[str]:
+        await_value(store, "join/missing", b"2, 4")
+        return clock.warnings_after(400, caplog, len(joins), 400)
 
-        *errors, warned = in_threads(*joins, let_time_pass)
+    *errors, warned = in_threads(*joins, let_time_pass)
     for error in errors:
         assert isinstance(error, StoreTimeoutError)
         assert "not all of 5 ranks came within 600 s; missing: 2, 4" in str(error)
@@ -225,13 +220,14 @@ def test_fetch_for_retries_while_the_store_is_stopped() -> None:
     assert len(looks) == 2
 
 
-def test_fetch_for_names_its_purpose_and_what_is_missing_or_that_the_store_is_stopped() -> None:
+def test_fetch_for_names_its_purpose_and_what_is_missing_or_that_the_store_is_stopped(
+    store: HashStore,
+) -> None:
     with pytest.raises(StalledError, match=r"testing: .*no answer"):
         fetch_for(Stalled(math.inf), ["k"], [], 0.0, "testing")
-    with HashStore() as store:
-        store.set("a", "")
-        with pytest.raises(StoreTimeoutError, match=r"making group 3: 'b' did not come within 0 s"):
-            fetch_for(store, ["a", "b"], [], 0.0, "making group 3")
+    store.set("a", "")
+    with pytest.raises(StoreTimeoutError, match=r"making group 3: 'b' did not come within 0 s"):
+        fetch_for(store, ["a", "b"], [], 0.0, "making group 3")
 
 
 def test_fetch_for_detects_a_members_death(processes) -> None:
@@ -243,13 +239,14 @@ def test_fetch_for_detects_a_members_death(processes) -> None:
     assert caught.value.ranks == (2,)
 
 
-def test_fetch_for_returns_keys_that_a_member_set_before_it_died(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_for_returns_keys_that_a_member_set_before_it_died(
+    store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This process did not see them earlier, as it waited for a core or for the store."""
     member = Member.here(1, 2, "shm")
     monkeypatch.setattr(waiting, "SLICE_SECONDS", 0.01)
     monkeypatch.setattr(waiting, "gone_among", lambda _: [member])
-    with HashStore() as store:
-        got = fetch_for(store, ["a"], [member], LIMIT, "testing", lambda: store.set("a", "last"))
+    got = fetch_for(store, ["a"], [member], LIMIT, "testing", lambda: store.set("a", "last"))
     assert got == [b"last"]
 
 

@@ -69,10 +69,8 @@ def comes_through(listener: Listener, arrived: list[tuple[Opening, socket.socket
 
 def dialed(listener: Listener, endpoint: Endpoint = SEATS[0]) -> Dial:
     """Return an open connection, with a limit that only ends a hang."""
-    one, end = (
-        Dial(endpoint, 1, ConnectionKind.DATA, 0, LO, (LO.address, listener.ports[0])),
-        time.monotonic() + 60,
-    )
+    one = Dial(endpoint, 1, ConnectionKind.DATA, 0, LO, (LO.address, listener.ports[0]))
+    end = time.monotonic() + 60
 
     def look() -> None:
         assert time.monotonic() < end, "no connection in time"
@@ -123,10 +121,8 @@ def test_garbage_is_dropped_and_logged_once(listener, arrived, caplog, garbage: 
             stranger.sendall(garbage)
             assert is_dropped(stranger)
     comes_through(listener, arrived)
-    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert [record.getMessage().startswith("dropped a connection from 127.0.0.1") for record in warnings] == [
-        True
-    ]
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert warning.startswith("dropped a connection from 127.0.0.1")
 
 
 def test_a_store_opening_gets_no_proof_from_a_rank(listener, arrived) -> None:
@@ -297,9 +293,8 @@ def test_ports_of_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
         made.close()
         config.forget()
         monkeypatch.setenv("FASTCOLL_PORT_RANGE", str(port))
-        with pytest.raises(
-            ResourceError, match=f"ports {port}-{port} of 127.0.0.1 .lo.: Address already in use"
-        ):
+        in_use = f"ports {port}-{port} of 127.0.0.1 .lo.: Address already in use"
+        with pytest.raises(ResourceError, match=in_use):
             Listener([LO])
 
 

@@ -51,13 +51,6 @@ def test_anything_else_is_refused(data: bytes) -> None:
         Member.from_bytes(data)
 
 
-def test_the_same_node_means_one_boot_and_one_dev_shm() -> None:
-    me = Member.here(0, 2, "shm")
-    assert me.same_node(dataclasses.replace(me, rank=1, pid=1))
-    assert not me.same_node(dataclasses.replace(me, boot_id="other"))
-    assert not me.same_node(dataclasses.replace(me, shm_device=me.shm_device + 1))
-
-
 @pytest.fixture(params=["pidfds", "no pidfds"])
 def watching(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Watch processes by pidfds, or by /proc where none can be opened."""

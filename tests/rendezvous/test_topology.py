@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,6 +25,8 @@ def topologies(homes: list[int]) -> list[Topology]:
 def test_every_rank_sees_the_same_nodes_and_its_own_place(homes: list[int]) -> None:
     views = topologies(homes)
     nodes = views[0].nodes
+    with pytest.raises(ValueError, match="no rank 12"):
+        views[0].home_of(12)
     assert sorted(rank for node in nodes for rank in node) == list(range(len(homes)))
     assert [node[0] for node in nodes] == sorted(node[0] for node in nodes)
     for rank, view in enumerate(views):
@@ -65,11 +68,8 @@ def test_even_and_in_order(homes: list[int], even: bool, in_order: bool) -> None
     assert (view.even, view.in_order) == (even, in_order)
 
 
-def test_equal_device_numbers_on_two_machines_are_two_nodes() -> None:
-    there = replace(HERE, boot_id="another")
-    assert Topology([HERE, there], 0).nodes == ((0,), (1,))
-
-
-def test_a_rank_out_of_the_group() -> None:
-    with pytest.raises(ValueError, match="no rank 3"):
-        topologies([1, 2])[0].home_of(3)
+@pytest.mark.parametrize("differs", [{"boot_id": "another"}, {"shm_device": HERE.shm_device + 1}])
+def test_another_boot_or_another_dev_shm_is_another_node(differs: dict[str, Any]) -> None:
+    there = replace(HERE, rank=1, pid=1)
+    assert Topology([HERE, there], 0).nodes == ((0, 1),)
+    assert Topology([HERE, replace(there, **differs)], 0).nodes == ((0,), (1,))
