@@ -15,10 +15,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -135,13 +137,24 @@ class Host:
         """Return the words that run a command on this host."""
         return self.namespace.enter()
 
-    def start(
-        self, words: Sequence[str], env: Mapping[str, str] | None = None, **rest: Any
-    ) -> subprocess.Popen[bytes]:
+    def start(self, words: Sequence[str], env: Mapping[str, str] | None = None, **rest: Any) -> Started:
         """Start a program on this host, in its own session; it ends with this process."""
         tied = [sys.executable, "-I", "-S", lifeline.__file__, str(os.getpid())]
         command = [*tied, *self.enter(), *words]
-        return subprocess.Popen(command, env=env, start_new_session=True, **rest)
+        return Started(subprocess.Popen(command, env=env, start_new_session=True, **rest))
+
+
+@dataclass
+class Started:
+    """A running program on a host."""
+
+    process: subprocess.Popen[bytes]
+
+    def end(self) -> None:
+        """Kill its process group. Calling it twice is fine."""
+        if self.process.poll() is None:
+            lifeline.signal_group(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 class Network(Closing):

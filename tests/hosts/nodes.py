@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
-from fastcoll.launch import lifeline
 from hosts.network import Host, Network
 
 SECRET = {"FASTCOLL_SECRET": "of this test"}
@@ -24,12 +22,12 @@ class Node:
     def __init__(self, host: Host, words: Sequence[str], env: Mapping[str, str]) -> None:
         self.host = host
         self._out, self._err = (os.memfd_create(name) for name in ("out", "err"))
-        self._process = host.start(words, env, stdout=self._out, stderr=self._err)
+        self._started = host.start(words, env, stdout=self._out, stderr=self._err)
 
     @property
     def code(self) -> int | None:
         """The launcher's exit code; None while it runs."""
-        return self._process.poll()
+        return self._started.process.poll()
 
     @property
     def out(self) -> str:
@@ -44,14 +42,12 @@ class Node:
     def wait_for_code(self, deadline: float | None = None) -> int | None:
         """Wait until `deadline` (of time.monotonic), or for LIMIT, for its exit code; None: it still runs."""
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(LIMIT if deadline is None else max(0.0, deadline - time.monotonic()))
+            self._started.process.wait(LIMIT if deadline is None else max(0.0, deadline - time.monotonic()))
         return self.code
 
     def end(self) -> None:
         """Kill it, which ends its ranks. Calling it twice is fine."""
-        if self.code is None:
-            lifeline.signal_group(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        self._started.end()
 
     def close(self) -> None:
         """Kill it and discard its output."""
@@ -115,11 +111,11 @@ def ranks_on(
         yield nodes
 
 
-def finish(nodes: Sequence[Node]) -> None:
+def finish(nodes: Sequence[Node], seconds: float = LIMIT) -> None:
     """Wait for launchers to end by themselves; AssertionError, with what all have written: one has not in time."""
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + seconds
     late = [node.host.name for node in nodes if node.wait_for_code(deadline) is None]
-    assert not late, f"still running after {LIMIT:g} s: {', '.join(late)}\n{output_of(nodes)}"
+    assert not late, f"still running after {seconds:g} s: {', '.join(late)}\n{output_of(nodes)}"
 
 
 def await_line(node: Node, line: str, nodes: Sequence[Node]) -> None:

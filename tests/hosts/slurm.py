@@ -81,7 +81,7 @@ class Cluster:
     def daemon(self, host: Host, log: Path, *words: str) -> subprocess.Popen[bytes]:
         """Start a daemon, which ends with its host."""
         with log.open("a") as file:
-            return host.start(words, self._environment, stdout=file, stderr=file)
+            return host.start(words, self._environment, stdout=file, stderr=file).process
 
 
 @contextmanager

@@ -46,7 +46,7 @@ from hosts.network import Network
 import os, signal
 network = Network(2, own_pids={own_pids})
 program = network.hosts[1].start(["sleep", "1000"])
-print(*[host.namespace.pid for host in network], program.pid, flush=True)
+print(*[host.namespace.pid for host in network], program.process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])

@@ -137,9 +137,8 @@ SCRIPTS = {
 def test_rules(script: str) -> None:
     rules, lines = RULES, script.strip().splitlines()
     if "rules" in lines[0]:
-        rules = replace(
-            RULES, **{name: int(value) for name, value in re.findall(r"(\w+)=(\d)", lines.pop(0))}
-        )
+        words = re.findall(r"(\w+)=(\d)", lines.pop(0))
+        rules = replace(RULES, **{name: int(value) for name, value in words})
     job = Generations(rules, 0.0)
     for line in lines:
         event, _, expected = line.partition("->")

@@ -54,10 +54,8 @@ def test_each_rank_gets_its_environment_and_arguments(launch: Launch) -> None:
 
 def test_many_nodes_and_the_local_rank_as_an_argument(launch: Launch) -> None:
     text = "print(*sys.argv[1:], *map(os.environ.get, ['WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT']))"
-    options = (
-        "-n2 --nnodes=2 --node_rank=1 --master_addr=there --master-port=77 --nodes_port=0 --pass_local_rank"
-    )
-    done = launch(text, *options.split(), "script.py", "-x")
+    options = "-n2 --nnodes=2 --node_rank=1 --master_addr=there --master-port=77 --nodes_port=0"
+    done = launch(text, *options.split(), "--pass_local_rank", "script.py", "-x")
     lines = [f"[{2 + local}] --local_rank={local} -x 4 there 77" for local in (0, 1)]
     assert sorted(done.stdout.splitlines()) == lines
 
@@ -131,9 +129,8 @@ def test_signals_are_passed_on_to_ranks(script: Script, start: Starter, number: 
     process.send_signal(number)
     code, out, err = end(process)
     assert code == 128 + number
-    assert sorted(line.split(" ", 1)[1] for line in out.splitlines()) == sorted(
-        f"here {pid} got it" for pid in pids
-    )
+    said = {line.split(" ", 1)[1] for line in out.splitlines()}
+    assert said == {f"here {pid} got it" for pid in pids}
     assert "failed" not in err
     assert all(map(has_ended, pids))
 
