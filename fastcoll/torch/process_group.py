@@ -59,8 +59,8 @@ def _lacks(name: str, cure: str) -> Any:
 class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     """A process group of torch over a group of fastcoll, which is the attribute `fastcoll`.
 
-    Operations return a Work, and raise fastcoll's errors. `opts` are torch's options of each operation, None for the
-    defaults; ranks are group ranks. `store` is torch's store for this group.
+    Operations return a Work, or None without asyncOp, and raise fastcoll's errors. `opts` are torch's options of each
+    operation, None for the defaults; ranks are group ranks. `store` is torch's store for this group.
     """
 
     def __init__(self, group: ProcessGroup, store: Any) -> None:
@@ -71,7 +71,7 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # ---- reductions -------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Any, *short: Any, **named: Any) -> DoneWork:
+    def allreduce(self, tensors: Any, *short: Any, **named: Any) -> DoneWork | None:
         opts, x = c.options(c10d.AllreduceOptions, short, **named), c.only("tensors", tensors)
         if getattr(x, "is_sparse", False):
             return c.run("allreduce_", opts, [x], all_reduce_sparse, self.fastcoll, x, c.op(opts))
@@ -79,50 +79,58 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     allreduce_sparse = allreduce
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> DoneWork:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> DoneWork | None:
         reduce = self.fastcoll.fast.all_reduce_coalesced
         return c.run("allreduce_coalesced_", opts, tensors, reduce, tensors, c.op(opts))
 
-    def reduce(self, tensors: Any, *short: Any, **named: Any) -> DoneWork:
+    def reduce(self, tensors: Any, *short: Any, **named: Any) -> DoneWork | None:
         opts, x = c.options(c10d.ReduceOptions, short, **named), c.only("tensors", tensors)
         return c.run("reduce_", opts, [x], self.fastcoll.fast.reduce, x, c.root(opts), c.op(opts))
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork:
+    def reduce_scatter(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork | None:
         opts = c.options(c10d.ReduceScatterOptions, short, **named)
         out, blocks = c.only("outputs", outputs), c.only_list("inputs", inputs)
         return c.run(
             "reduce_scatter_", opts, [out], self.fastcoll.fast.reduce_scatter, out, blocks, c.op(opts)
         )
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> DoneWork:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> DoneWork | None:
         reduce = self.fastcoll.fast.reduce_scatter_single
         return c.run("_reduce_scatter_base_", opts, [output], reduce, output, input, c.op(opts))
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> DoneWork:
+    ) -> DoneWork | None:
         op, name = c.op(opts), "reduce_scatter_tensor_coalesced_"
         calls = [(out, x, op) for out, x in c.pairs(outputs, inputs)]
         return c.run_each(name, opts, outputs, self.fastcoll.fast.reduce_scatter_single, calls)
 
     # ---- moves ------------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: Any, *short: Any, **named: Any) -> DoneWork:
+    def broadcast(self, tensors: Any, *short: Any, **named: Any) -> DoneWork | None:
         opts, x = c.options(c10d.BroadcastOptions, short, **named), c.only("tensors", tensors)
         return c.run("broadcast_", opts, [x], self.fastcoll.fast.broadcast, x, c.root(opts))
 
-    def allgather(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork:
+    def allgather(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork | None:
         opts, outs = c.options(c10d.AllgatherOptions, short, **named), c.only_list("outputs", outputs)
         return c.run("allgather_", opts, outs, self.fastcoll.fast.all_gather, outs, c.only("inputs", inputs))
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> DoneWork:
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> DoneWork | None:
         return c.run("_allgather_base_", opts, [output], self.fastcoll.fast.all_gather_single, output, input)
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> DoneWork:
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> DoneWork | None:
         calls, name = c.pairs(outputs, inputs), "allgather_into_tensor_coalesced_"
         return c.run_each(name, opts, outputs, self.fastcoll.fast.all_gather_single, calls)
 
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> DoneWork:
+    def allgather_coalesced(
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
+    ) -> DoneWork | None:
         if any(len(outs) != len(inputs) for outs in outputs):
             raise UsageError(
                 f"outputs has lists of {[len(outs) for outs in outputs]} tensors; there are {len(inputs)} inputs, so "
@@ -134,22 +142,22 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         gather = self.fastcoll.fast.all_gather_coalesced
         return c.run("allgather_coalesced_", opts, flat, gather, lists, inputs)
 
-    def gather(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork:
+    def gather(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork | None:
         opts, x = c.options(c10d.GatherOptions, short, **named), c.only("inputs", inputs)
         outs = c.only_list("outputs", outputs) if outputs else None
         return c.run("gather_", opts, outs or [], self.fastcoll.fast.gather, x, outs, opts.rootRank)
 
-    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> DoneWork:
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> DoneWork | None:
         opts = c.options(c10d.GatherOptions, (opts,))
         whole = output if opts.rootRank == self.fastcoll.rank else None
         return c.run("gather_", opts, [output], self.fastcoll.fast.gather_single, input, whole, opts.rootRank)
 
-    def scatter(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork:
+    def scatter(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork | None:
         opts, out = c.options(c10d.ScatterOptions, short, **named), c.only("outputs", outputs)
         blocks = c.only_list("inputs", inputs) if inputs else None
         return c.run("scatter_", opts, [out], self.fastcoll.fast.scatter, out, blocks, opts.rootRank)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> DoneWork:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> DoneWork | None:
         return c.run("alltoall_", opts, outputs, self.fastcoll.fast.all_to_all, outputs, inputs)
 
     def all_to_all_single(
@@ -160,19 +168,19 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         input_splits: Sequence[int] = (),
         *short: Any,
         **named: Any,
-    ) -> DoneWork:
+    ) -> DoneWork | None:
         opts, exchange = c.options(c10d.AllToAllOptions, short, **named), self.fastcoll.fast.all_to_all_single
         outs, ins = output_splits or None, input_splits or None  # an empty list means equal parts
         return c.run("alltoall_base_", opts, [output], exchange, output, input, outs, ins)
 
-    def barrier(self, *short: Any, **named: Any) -> DoneWork:
+    def barrier(self, *short: Any, **named: Any) -> DoneWork | None:
         opts = c.options(c10d.BarrierOptions, short, **named)
         # Here the timeout is that of the barrier itself, not of waiting for its Work.
         barrier = c.recorded(self.fastcoll.fast.barrier)
         if c.is_async(opts):
             return PendingWork([c.started(barrier, (), timeout=c.limit_of(opts))], [])
         barrier(timeout=c.limit_of(opts))
-        return DoneWork([])
+        return None
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Synchronise all ranks; an error has Gloo's text, which callers match on, and names every missing rank.
