@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.arrays import import_array
-from ..arrays.tensors import headers_for, plain_types
+from ..arrays.tensors import header_of, headers_for, plain_types
 from ..compiler.jit import Entry
 from ..core.gate import Gate
 from ..core.status import AGAIN, DONE, LATER, WORKED
@@ -181,22 +181,29 @@ class InlineStart:
         Args:
             integers: the arguments that an entry may reject.
         """
-        x = args[0]
+        x, given = args[0], args
+        if type(x) in plain_types:
+            x = header_of(x)
+            args = x, *args[1:]
         if (x.nbytes if type(x) is np.ndarray else _bytes_of(x)) > self._longest:
             return None
         try:
             code = entry.call(self._brief, *args)
             if code == DONE:
-                return CompleteCall(entry.name, args)
-            return self._go_on(code, entry, args)
+                return CompleteCall(entry.name, given)
+            return self._go_on(code, entry, args, given)
         except BaseException as error:
             self._look_after_open_call()
             self._torn(entry, error, *integers)
             return None
 
-    def _go_on(self, code: int, entry: Entry, given: tuple[Any, ...]) -> Work | None:
-        """Go on with a call that is not complete after its entry's first run."""
-        args = given
+    def _go_on(self, code: int, entry: Entry, args: tuple[Any, ...], given: tuple[Any, ...]) -> Work | None:
+        """Go on with a call that is not complete after its entry's first run.
+
+        Args:
+            args: the entry's arguments, with a header in place of a tensor.
+            given: the caller's arguments, which keep the memory of the arrays alive.
+        """
         if code == LATER and plain_types:
             args = headers_for(args)
             code = entry.call(self._brief, *args)
