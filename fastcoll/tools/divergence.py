@@ -89,8 +89,6 @@ def _divergence(name: str, dumps: Sequence[Dump]) -> Divergence | None:
     if not stuck:
         return None
     number = min(call.number for call in stuck.values())
-    if all(number <= group.finished and rank not in stuck for rank, group in records.items()):
-        return None
     if len(records) == len(members) and all(group.calls >= number for group in records.values()):
         number = max(call.number for call in stuck.values())
     calls = {rank: rows[rank][number] for rank in rows if number in rows[rank]}
