@@ -1,6 +1,6 @@
 """The monitor of a group's peers: whether they live, and when a call that waits for them must fail.
 
-A *kernel*, the compiled function that carries out an operation, returns within 100 ms if it cannot progress. Then
+A *kernel*, the compiled function that carries out an operation, returns within 50 ms if it cannot progress. Then
 `Wait.look` either raises an error, or returns so that the kernel is called again. If a peer has died, left or failed,
 `Wait.look` raises only after it has found this twice, with one more call of the kernel in between, because data that a
 peer published before it left or died is valid, and may be all that the kernel needs.
