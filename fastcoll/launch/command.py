@@ -45,8 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Console(options.signals_to_handle) as console:
         if options.made_log_dir:
             console.say(f"output that goes to files is in {logs}")
-        if single := job.single_threaded(os.environ):
-            console.say(f"{' and '.join(single)} set to 1, as {job.local_size} ranks share this node")
+        if counts := job.thread_counts(0, os.environ):
+            many = (
+                f"as {job.local_size} ranks share this node"
+                if not job.shares
+                else "the cores of rank 0's share"
+            )
+            console.say(f"{' and '.join(counts)} set to {min(counts.values())}, {many}")
         reap_orphans()
         supervise = partial(
             Supervisor,

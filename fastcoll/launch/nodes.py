@@ -8,7 +8,7 @@
 | MASTER_ADDR, MASTER_PORT | where rank 0 listens |
 | ROLE_*, GROUP_WORLD_SIZE, TORCHELASTIC_* | as torchrun sets them for its programs (options.py, restarts.py) |
 | FASTCOLL_SECRET | the job's secret; if none is given for a job of one node, the launcher makes one |
-| OMP_NUM_THREADS, NUMBA_NUM_THREADS | 1 if several ranks share the node, unless set already |
+| OMP_NUM_THREADS, NUMBA_NUM_THREADS | unless set already: the cores of a bound rank; else 1 if ranks share the node |
 | FASTCOLL_ELASTIC | HOST:PORT of a store that outlives the ranks; set if the job may go on without failed ranks |
 | FASTCOLL_JOINER | 1 for a process that replaces a failed rank; the process has no RANK and no WORLD_SIZE |
 | FASTCOLL_PLACE | with FASTCOLL_ELASTIC: the process's name, and its rank if the ranks have not all met before |
@@ -20,7 +20,7 @@ import json
 import random
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from ..errors import ResourceError
 from ..rendezvous.attempts import ProcessName
 from ..rendezvous.detect import port_beside
+from .binding import Share
 from .generations import RankRange
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class NodeShare:
         None  # the ranks of this node in a generation; None: all nodes have `local_size`
     )
     variables: Mapping[str, str] = field(default_factory=dict)  # further environment variables of the ranks
+    shares: Sequence[Share] = ()  # the processors of each local rank; empty: all ranks may use all
     _secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     @property
@@ -97,9 +99,16 @@ class NodeShare:
         option = [f"--local_rank={local_rank}"] if self.pass_local_rank else []
         return [*self.program, *option, *self.arguments]
 
-    def single_threaded(self, inherited: Mapping[str, str]) -> list[str]:
-        """Return the variables that are set to 1, so that the ranks of this node do not oversubscribe its cores."""
-        return [name for name in _THREADS if self.local_size > 1 and name not in inherited]
+    def share(self, local_rank: int) -> Share | None:
+        """Return the processors to which a local rank is bound; None: it is not bound."""
+        return self.shares[local_rank] if self.shares else None
+
+    def thread_counts(self, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that limit a local rank's threads, so that ranks do not oversubscribe the cores."""
+        if not self.shares and self.local_size == 1:
+            return {}
+        share = self.share(local_rank)
+        return {name: str(share.threads if share else 1) for name in _THREADS if name not in inherited}
 
     def secret(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """Return a variable FASTCOLL_SECRET with a new secret for the job, or no variable.
@@ -120,7 +129,7 @@ class NodeShare:
         made = {
             **{name: value for name, value in inherited.items() if name not in _OF_LAUNCHERS},
             **self.secret(inherited),
-            **{name: "1" for name in self.single_threaded(inherited)},
+            **self.thread_counts(local_rank, inherited),
             **(elastic if self.elastic else {}),
             "RANK": str(self.rank(local_rank)),
             "LOCAL_RANK": str(local_rank),

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from .binding import BINDINGS, shares, usable_processors
 from .console import HANDLED
 from .lifeline import GRACE_SECONDS
 from .nodes import NodeShare, free_port
@@ -32,7 +33,7 @@ _REFUSED = {
     "run_path": "ranks are always fresh processes; leave it out",
     "event_log_handler": "there are no events; the launcher writes what happens to stderr",
     "logs_specs": "it names a class of torch's; --log_dir, --redirects and --tee say where output goes",
-    "numa_binding": "start the program under numactl, with --no_python",
+    "numa_binding": "give --cpu_bind numa, or --cpu_bind sockets",
     "virtual_local_rank": "set CUDA_VISIBLE_DEVICES in the program from LOCAL_RANK",
     "duplicate_stdout_filters": "filter the files that --tee writes",
     "duplicate_stderr_filters": "filter the files that --tee writes",
@@ -111,6 +112,9 @@ def _parser() -> argparse.ArgumentParser:
         help=f"time between checks for signals and for failures of other nodes; the end of a rank is noticed at once "
              f"(default {TICK_SECONDS:g})")  # fmt: skip
     local_rank = parser.add_mutually_exclusive_group()
+    add("cpu_bind", type=_binding, default="none", metavar="WHERE",
+        help="bind each rank to processors: cores: to its part of the cores; numa, sockets: to a NUMA node or socket; "
+             "none: to no processors (default). A bound rank computes with a thread on each of its cores")  # fmt: skip
     add("pass_local_rank", group=local_rank, action="store_true",
         help="add --local_rank=N before the program's own arguments, like torch's first launcher")  # fmt: skip
     add("use_env", group=local_rank, action="store_true",
@@ -150,6 +154,12 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"give a number from 1 up, auto or cpu, not {text!r}")
     return int(text)
+
+
+def _binding(text: str) -> str:
+    if text not in BINDINGS:
+        raise argparse.ArgumentTypeError(f"give {', '.join(BINDINGS[:-1])} or {BINDINGS[-1]}, not {text!r}")
+    return text
 
 
 def _restarts(text: str) -> int:
@@ -283,6 +293,10 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elasti
         parser.error(f"--master_port must be from 1 to 65535, got {port}")
     if options.nodes_port is not None and not 0 <= options.nodes_port < 65536:
         parser.error(f"--nodes_port must be from 0 to 65535, got {options.nodes_port}")
+    try:
+        bound_to = shares(options.cpu_bind, usable_processors(), options.nproc_per_node)
+    except ValueError as error:
+        parser.error(str(error))
     python = () if options.no_python else (sys.executable, "-u", *(["-m"] if options.module else []))
     return NodeShare(
         (*python, options.program),
@@ -303,4 +317,5 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elasti
             "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in options.signals_to_handle),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         },
+        shares=bound_to,
     )

@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 from ..system.own_files import open_anew
 from . import lifeline
+from .binding import bound
 from .console import is_ready
 from .nodes import NodeShare
 from .outputs import Outputs
@@ -158,15 +159,16 @@ class RankProcess:
                 relays.append(Relay(source, sink if mode.to_console else lambda data: None, start, log))
                 undo.callback(relays[-1].finish)
             self.out, self.err = relays
-            self.process = subprocess.Popen(
-                [*tether, *job.command(local_rank)],
-                stdin=None if local_rank == 0 and not joiner else subprocess.DEVNULL,
-                stdout=ends[0],
-                stderr=ends[1],
-                env={**job.environment(local_rank, os.environ, joiner), **error},
-                pass_fds=job.descriptors,
-                start_new_session=True,
-            )
+            with bound(job.share(local_rank)):
+                self.process = subprocess.Popen(
+                    [*tether, *job.command(local_rank)],
+                    stdin=None if local_rank == 0 and not joiner else subprocess.DEVNULL,
+                    stdout=ends[0],
+                    stderr=ends[1],
+                    env={**job.environment(local_rank, os.environ, joiner), **error},
+                    pass_fds=job.descriptors,
+                    start_new_session=True,
+                )
             undo.callback(self.process.wait)
             undo.callback(self.process.kill)
             self.pidfd = os.pidfd_open(self.process.pid)

@@ -41,5 +41,5 @@ def test_variables_of_the_user_are_kept_and_a_single_rank_may_use_all_cores() ->
     inherited = {"OMP_NUM_THREADS": "3", "NUMBA_NUM_THREADS": "2", "FASTCOLL_SECRET": "mine"}
     environment = job().environment(0, inherited)
     assert {name: environment[name] for name in inherited} == inherited
-    assert job().single_threaded({"OMP_NUM_THREADS": "3"}) == ["NUMBA_NUM_THREADS"]
+    assert job().thread_counts(0, {"OMP_NUM_THREADS": "3"}) == {"NUMBA_NUM_THREADS": "1"}
     assert not ONE_THREAD.keys() & job(local_size=1).environment(0, {})

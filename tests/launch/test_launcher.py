@@ -305,7 +305,7 @@ def test_a_signal_ends_ranks_whose_output_is_not_read(script: Script, start: Sta
         ("--rdzv-endpoint=a:b script.py", "give HOST or HOST:PORT, not 'a:b'"),
         ("--rdzv-conf=x=1 script.py", "'x' is none of is_host, join_timeout, last_call_timeout"),
         ("--start-method=fork script.py", "--start-method is refused: ranks are always fresh processes"),
-        ("--numa_binding node script.py", "--numa_binding is refused: start the program under numactl"),
+        ("--numa_binding node script.py", "--numa_binding is refused: give --cpu_bind numa"),
         ("--signals-to-handle=SIGX script.py", "'SIGX' is no signal; give names, as SIGTERM,SIGUSR1"),
         ("--signals-to-handle=SIGKILL script.py", "SIGKILL, SIGSTOP and SIGCHLD cannot be among them"),
         ("--redirects=4 script.py", "give 0 to 3 (1: stdout, 2: stderr, 3: both), or such by local rank"),
