@@ -157,6 +157,32 @@ def deepspeed() -> list[float]:
     return losses
 
 
+def llama() -> Any:
+    """Return a small Llama whose weights are the same on both ranks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+
+
+def split_by_transformers() -> list[float]:
+    """Infer with a model that transformers splits over the ranks, in a process group that it makes itself."""
+    folder = tempfile.mkdtemp()
+    llama().save_pretrained(folder)
+    net = type(llama()).from_pretrained(folder, tp_plan="auto")
+    return net(torch.arange(8)[None]).logits.flatten()[:100].tolist()
+
+
+def split_by_deepspeed() -> list[float]:
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo")
+    run = deepspeed.init_inference(llama(), tensor_parallel={"tp_size": 2}, dtype=torch.float32)
+    return run.module(torch.arange(8)[None]).logits.flatten()[:100].tolist()
+
+
 CHECKS: list[Callable[[], list[float]]] = [
     checkpoints,
     torchmetrics,
@@ -164,6 +190,8 @@ CHECKS: list[Callable[[], list[float]]] = [
     trainer,
     lightning,
     deepspeed,
+    split_by_transformers,
+    split_by_deepspeed,
 ]
 
 if __name__ == "__main__":
