@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from hosts.network import Network, lacking
-from hosts.nodes import finish, launched, told
+from hosts.nodes import finish, launched, output_of
 
 from fastcoll.bench.cases import format_size
 from fastcoll.bench.results import describe
@@ -68,7 +68,7 @@ def measure(network: Network, backend: str, options: argparse.Namespace) -> dict
         with launched(network, options.ranks, words, secret, run_on=run_on) as nodes:
             finish(nodes, _ROUND_SECONDS)
             if any(node.code for node in nodes):
-                raise SystemExit(told(nodes))
+                raise SystemExit(output_of(nodes))
         return dict(json.loads(report.read_text()))
 
 

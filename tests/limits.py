@@ -49,9 +49,9 @@ class Limits:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         mark = item.get_closest_marker("limit")
         self._since = time.clock_gettime(time.CLOCK_BOOTTIME)
-        self.tell(mark.args[0] if mark else SECONDS)
+        self.set_limit(mark.args[0] if mark else SECONDS)
         result = yield
-        self.tell(None)
+        self.set_limit(None)
         return result
 
     @pytest.hookimpl(wrapper=True)
@@ -69,11 +69,11 @@ class Limits:
         self._clock.wait()
         self._folder.cleanup()
 
-    def tell(self, limit: float | None, again: float | None = None) -> None:
+    def set_limit(self, limit: float | None, again: float | None = None) -> None:
         """Send the time that the test has from now, and the time to fail after that; None: the test has ended."""
-        self.told = [limit, again or limit, self._since]
+        self.sent = [limit, again or limit, self._since]
         with suppress(BrokenPipeError):
-            self._clock.stdin.write(f"{json.dumps(self.told)}\n")
+            self._clock.stdin.write(f"{json.dumps(self.sent)}\n")
 
 
 def descendants(pid: int, since: float) -> list[int]:

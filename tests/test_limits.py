@@ -19,14 +19,14 @@ TESTS = """
         program = "import time\\ndef is_stuck(): print(flush=True); time.sleep(1000)\\nis_stuck()"
         with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
             process.stdout.readline()
-            limits.tell(0.1, again=100)
+            limits.set_limit(0.1, again=100)
 
     @pytest.mark.limit(100)
     def test_of_another(limits):
-        assert limits.told[:2] == [100, 100]
+        assert limits.sent[:2] == [100, 100]
 
     def test_that_hangs_itself(limits):
-        limits.tell(0.1)
+        limits.set_limit(0.1)
         while True:
             time.sleep(1)
 """
