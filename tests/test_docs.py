@@ -51,11 +51,12 @@ def prose(page):
 
 def run(*words, cwd, env=None):
     return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=100, cwd=cwd, env=env
+        [sys.executable, *words], capture_output=True, text=True, timeout=250, cwd=cwd, env=env
     )
 
 
-@pytest.mark.ranks(2, init=False, timeout=180)  # a page may compile what it shows
+@pytest.mark.limit(700)
+@pytest.mark.ranks(2, init=False, timeout=600)  # a page may compile what it shows
 @pytest.mark.parametrize("page", sorted(page for page in PAGES if page not in SPECIAL and program(page)))
 def test_the_blocks_of_a_page_are_a_program(page):
     assert "python -m fastcoll.launch -n 2 " in text(page).partition("```python")[0]
@@ -77,7 +78,8 @@ def runnable(page):
     return [block for block in blocks(page, "py") if "# needs " not in block.splitlines()[0]]
 
 
-@pytest.mark.ranks(2, init=False, timeout=180)
+@pytest.mark.limit(700)
+@pytest.mark.ranks(2, init=False, timeout=600)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of pandas and JAX
 @pytest.mark.parametrize(
     "page", sorted(page for page in PAGES.keys() - {*EXCERPTS, *IN_NEW_PROCESSES} if runnable(page))

@@ -487,7 +487,7 @@ def test_cached_code_is_used_until_the_file_changes(tmp_path):
         os.utime(program, (len(body), len(body)))  # Numba compares the time and the size
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, str(program)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env)
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 
@@ -532,5 +532,5 @@ def test_njit_without_fastcoll_does_not_import_it():
         "import sys, fastcoll, fastcoll_autoload, numba; fastcoll_autoload.register_numba()\n"
         "assert numba.njit(lambda x: x + 1)(1) == 2; print('fastcoll.callers' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
     assert done.stdout.split() == ["False"], done.stderr

@@ -16,7 +16,10 @@ from apart import environment
 
 from fastcoll.launch.nodes import free_port
 
-pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch: pip install torch==2.13.0")
+pytestmark = [
+    pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch: pip install torch==2.13.0"),
+    pytest.mark.limit(1000),  # above DEADLINE
+]
 
 HERE = Path(__file__).parent
 DEADLINE = 600.0
