@@ -49,6 +49,16 @@ def test_scan_and_exscan(rank, world_size):
         assert_reduced(y, reduced(inputs[:rank], op) if rank else inputs[0], (dtype, op, count))
 
 
+@pytest.mark.ranks(3)
+def test_averages_up_to_each_rank_of_large_arrays(rank, world_size):
+    inputs = everyone(world_size, LARGE, np.dtype("f4"))
+    x, y = inputs[rank].copy(), inputs[rank].copy()
+    dist.scan(x, ReduceOp.AVG)
+    dist.exscan(y, ReduceOp.AVG)
+    assert_reduced(x, reduced(inputs[: rank + 1], ReduceOp.AVG))
+    assert_reduced(y, reduced(inputs[:rank], ReduceOp.AVG) if rank else inputs[0])
+
+
 @pytest.mark.ranks(*WORLDS)
 def test_truth_values(rank, world_size):
     """Every element but 0 is true; one rank's array alone is not changed."""

@@ -50,7 +50,7 @@ class CallShape(NamedTuple):
         itemsize: bytes of an element; 1 if nothing is reduced.
         root: the root of a broadcast, reduce, gather or scatter.
         ordered: whether the reduction must combine the ranks in rank order (it does not commute, or rounds so
-            coarsely that the order matters).
+            coarsely that the order matters), and each prefix of a scan in one pass (also for averages).
     """
 
     operation: str
