@@ -107,7 +107,7 @@ def test_the_conformance_suite(folder: Path, library: str, ranks: int) -> None:
     options = ["-q", "--color=no", "-W", "error", *results_in(f"mpi-{library}-{ranks}")]
     suite = JOBS[library, ranks]
     status, output = run(python_with(library, folder), ranks, "tests/mpi/rank.py", *options, *suite)
-    expect_passed(30, status, output)
+    expect_passed(20, status, output)
 
 
 def expect_passed(least: int, status: int, output: str) -> None:
