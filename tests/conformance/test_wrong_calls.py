@@ -229,7 +229,7 @@ def test_wrong_arguments_are_refused_before_the_call_is_published(rank, world_si
 
 @pytest.mark.ranks(3, 5)
 def test_monitored_barrier_names_all_missing_ranks(rank, world_size):
-    """All others are missing: a rank that comes in time would come by luck on a busy machine."""
+    """All others are missing, because on a busy machine no rank is sure to arrive in time."""
     group = dist.new_group()
     dist.barrier(group)
     if rank == 1:

@@ -72,7 +72,7 @@ try:
 except fastcoll.PeerDiedError as error:
     say("late", error)
 assert rpc.rpc_sync((rank + 1) % (size - 1), operator.neg, args=(rank,)) == -rank
-open(f"{sys.argv[1]}/{rank}", "w").close()  # who has seen a death leaves by it, without the others
+open(f"{sys.argv[1]}/{rank}", "w").close()  # a rank that detects a death leaves at once
 for other in range(size - 1):
     await_file(str(other))
 try:

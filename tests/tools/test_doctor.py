@@ -48,7 +48,7 @@ def test_everything_is_checked_and_this_machine_can_run_these_tests():
     assert peers["level"] == "ok"  # the tests of single_copy.py run here
 
 
-PROBLEMS = [  # what the finding is about, its level, and parts of its text and of its cure
+PROBLEMS = [  # subject of the finding, its level, and parts of its text and of its cure
     ("shared memory", "problem", "", "--shm-size"),
     ("limits", "problem", "open files", "ulimit -n"),
     ("settings", "warning", "FASTCOLL_TCP_STREAM", "did you mean FASTCOLL_TCP_STREAMS?"),
