@@ -41,10 +41,17 @@ def python_ranks(size: int, *words: object, **options: Any) -> list[subprocess.C
     return at_once([[sys.executable, *words, rank] for rank in range(size)], **options)
 
 
-def until(so: Callable[[], Any], otherwise: Callable[[], object] = lambda: "it does not happen") -> Any:
-    """Return the first true result of `so`; fail with the result of `otherwise` if there is none."""
-    end = time.monotonic() + LIMIT
+def until(
+    so: Callable[[], Any],
+    otherwise: Callable[[], object] = lambda: "it does not happen",
+    seconds: float = LIMIT,
+) -> Any:
+    """Return the first true result of `so`; fail with the result of `otherwise` if there is none in time.
+
+    The limit only ends a test that hangs.
+    """
+    end = time.monotonic() + seconds
     while not (found := so()):
         assert time.monotonic() < end, otherwise()
-        time.sleep(0.01)
+        time.sleep(0.001)
     return found

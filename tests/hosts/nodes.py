@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
+import programs
+
 from hosts.network import Host, Network
 
 SECRET = {"FASTCOLL_SECRET": "of this test"}
 LIMIT = 300.0  # a limit that only ends a test that hangs, in seconds
-_LOOK_SECONDS = 0.05
 
 
 class Node:
@@ -126,10 +127,7 @@ def await_line(node: Node, line: str, nodes: Sequence[Node]) -> None:
 
 def until(is_so: Callable[[], object], nodes: Sequence[Node]) -> None:
     """Wait for a condition that programs fulfil; AssertionError, with what all have written: not in time."""
-    deadline = time.monotonic() + LIMIT
-    while not is_so():
-        assert time.monotonic() < deadline, output_of(nodes)
-        time.sleep(_LOOK_SECONDS)
+    programs.until(is_so, lambda: output_of(nodes), LIMIT)
 
 
 def output_of(nodes: Sequence[Node]) -> str:

@@ -6,9 +6,11 @@ import os
 import select
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+
+import programs
 
 COMMAND = [sys.executable, "-m", "fastcoll.launch"]
 LIMIT = 120  # s, which only ends a hang
@@ -62,12 +64,7 @@ def has_ended(pid: int | str) -> bool:
         os.close(pidfd)
 
 
-def until(is_so: Callable[[], object]) -> None:
-    """Wait for a condition that other threads or processes fulfil."""
-    deadline = time.monotonic() + LIMIT
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not come so far in time"
-        time.sleep(0.005)
+until = partial(programs.until, seconds=LIMIT)
 
 
 def wait_for(*names: str | Path) -> None:

@@ -11,8 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import programs
 import pytest
 from together import together
 
@@ -21,6 +23,8 @@ from fastcoll.net.tcp.mesh import Mesh
 from fastcoll.store import HashStore
 from fastcoll.system.processes import Member
 from net.proxy import Proxy
+
+until = partial(programs.until, seconds=60.0)
 
 
 def crew(n: int) -> list[Member]:
@@ -87,15 +91,6 @@ class Clock:
 
     def monotonic(self) -> float:
         return time.monotonic() + self.ahead
-
-
-def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """Wait until the condition holds, and return its value; the limit only ends a test that hangs."""
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.001)
-    return found
 
 
 @contextlib.contextmanager

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import subprocess
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
+
+import programs
 
 from fastcoll.store import HashStore, Store
 from fastcoll.system.processes import Member, status_of
@@ -16,12 +18,7 @@ LIMIT = 100.0  # a limit that only ends a test that hangs, in seconds
 IDLE = "import sys; print('up', flush=True); sys.stdin.read()"
 
 
-def until(is_so: Callable[[], object]) -> None:
-    """Wait for a condition that other threads or processes fulfil."""
-    end = time.monotonic() + LIMIT
-    while not is_so():
-        assert time.monotonic() < end, "it did not come so far in time"
-        time.sleep(0.005)
+until = partial(programs.until, seconds=LIMIT)
 
 
 def await_value(store: Store, key: str, value: bytes) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import programs
 
 import fastcoll
 from fastcoll import rpc
@@ -73,10 +74,7 @@ def stop() -> None:
 
 
 def until(what: Callable[[], bool], otherwise: str = "it does not come") -> None:
-    end = time.monotonic() + LIMIT
-    while not what():
-        assert time.monotonic() < end, otherwise
-        time.sleep(0.001)
+    programs.until(what, lambda: otherwise, LIMIT)
 
 
 def await_stopped(pid: int) -> None:
