@@ -19,10 +19,11 @@ from ...core.backend import Backend, RecoveryEndpoint
 from ...core.collective import Collective
 from ...core.gate import Gate
 from ...core.group import ProcessGroup
-from ...core.operands import Array, divide, sum_for
+from ...core.operands import Array, divide
 from ...core.operation import Call, Operation
 from ...core.operations import KINDS
 from ...core.prepared import CallKey, PreparedCalls
+from ...core.reduce_op import AVG
 from ...core.sizes import sized
 from ...core.status import AGAIN, DONE, GARBLED, GONE, LATER, MISMATCH
 from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError, MismatchError
@@ -165,9 +166,10 @@ class TcpBackend(Backend):
             )
         folds, ordered = (0, 0), False
         if op is not None and dtype is not None:
-            folds = reducer(folded(op, self.gate.size), dtype)[:2]
+            applied = folded(op, self.gate.size)
+            folds = reducer(applied, dtype)[:2]
             # An average up to a rank cannot be made from the average before it.
-            averages = operation in ("scan", "exscan") and sum_for(op) is not op
+            averages = operation in ("scan", "exscan") and applied.code == AVG
             ordered = op.function is not None or dtype.name in HALVES or averages
         call = CallShape(
             operation, self.gate.size, self.gate.rank, nbytes, self._limits, itemsize, root, ordered
