@@ -111,10 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     add("monitor_interval", type=_seconds, default=TICK_SECONDS, metavar="SECONDS",
         help=f"time between checks for signals and for failures of other nodes; the end of a rank is noticed at once "
              f"(default {TICK_SECONDS:g})")  # fmt: skip
-    local_rank = parser.add_mutually_exclusive_group()
     add("cpu_bind", type=_binding, default="none", metavar="WHERE",
         help="bind each rank to processors: cores: to its part of the cores; numa, sockets: to a NUMA node or socket; "
              "none: to no processors (default). A bound rank computes with a thread on each of its cores")  # fmt: skip
+    local_rank = parser.add_mutually_exclusive_group()
     add("pass_local_rank", group=local_rank, action="store_true",
         help="add --local_rank=N before the program's own arguments, like torch's first launcher")  # fmt: skip
     add("use_env", group=local_rank, action="store_true",
@@ -157,6 +157,7 @@ def _count(text: str) -> int:
 
 
 def _binding(text: str) -> str:
+    """Check the option here, since argparse does not compare a default with `choices`, and PET_CPU_BIND sets one."""
     if text not in BINDINGS:
         raise argparse.ArgumentTypeError(f"give {', '.join(BINDINGS[:-1])} or {BINDINGS[-1]}, not {text!r}")
     return text
@@ -294,7 +295,8 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elasti
     if options.nodes_port is not None and not 0 <= options.nodes_port < 65536:
         parser.error(f"--nodes_port must be from 0 to 65535, got {options.nodes_port}")
     try:
-        bound_to = shares(options.cpu_bind, usable_processors(), options.nproc_per_node)
+        processors = usable_processors() if options.cpu_bind != "none" else []
+        bound_to = shares(options.cpu_bind, processors, options.nproc_per_node)
     except ValueError as error:
         parser.error(str(error))
     python = () if options.no_python else (sys.executable, "-u", *(["-m"] if options.module else []))
