@@ -77,11 +77,12 @@ class _Collective:
 
 def _notify_modes(name: str) -> None:
     """Notify dispatch modes that count collectives (CommDebugMode), because this call bypasses torch's dispatcher."""
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+    if _len_torch_dispatch_stack():
+        from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    for mode in _get_current_dispatch_mode_stack():
-        if hasattr(mode, "comm_counts"):
-            mode.__torch_dispatch__(_Collective(name), ())
+        for mode in _get_current_dispatch_mode_stack():
+            if hasattr(mode, "comm_counts"):
+                mode.__torch_dispatch__(_Collective(name), ())
 
 
 def recorded(call: Callable[..., _T]) -> Callable[..., _T]:
@@ -103,8 +104,7 @@ def run(
 
     Without asyncOp return None, as NCCL's groups do: to make a Work of torch takes 0.7 us.
     """
-    if _len_torch_dispatch_stack():
-        _notify_modes(name)
+    _notify_modes(name)
     if profiler._is_profiler_enabled:
         call = recorded(call)
     limit = limit_of(opts)
@@ -122,8 +122,7 @@ def run_each(
     name: str, opts: Any, tensors: Tensors, call: Callable[..., Work | None], calls: Sequence[tuple[Any, ...]]
 ) -> DoneWork:
     """Carry out several operations of one kind as one operation of torch."""
-    if _len_torch_dispatch_stack():
-        _notify_modes(name)
+    _notify_modes(name)
     call = recorded(call)
     work = PendingWork([started(call, args) for args in calls], tensors, limit_of(opts))
     if not is_async(opts):
