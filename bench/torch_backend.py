@@ -1,12 +1,14 @@
-"""torch.distributed.all_reduce over fastcoll and over Gloo, in turn in one run.
+"""torch.distributed.all_reduce over fastcoll and over Gloo, in turn in one run; also beside DeepSpeed's kernel.
 
     python bench/torch_backend.py
     python bench/torch_backend.py --ranks 4 --sizes 8,1M --json out.json
+    python bench/torch_backend.py --dtype bfloat16 --deepspeed           # needs deepspeed and a compiler
 
 Each backend has a group of the same processes, whose ranks are pinned to the usable cores in turn (see
 versus/pinning.py). For each size the backends run in turn, in reverse order every second time; before the timing, every
-call is made once and its result checked. Times are those of single calls on float32 tensors: "sync" with
-async_op=False, "async" with async_op=True and wait. A column has the slowest rank's median (p99: its 99th percentile).
+call is made once and its result checked. Times are those of single calls: "sync" with async_op=False, "async" with
+async_op=True and wait. A column has the slowest rank's median (p99: its 99th percentile). DeepSpeed's kernel, which
+works in shared memory and is compiled at first use, is called by its operator of torch, without torch.distributed.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from fastcoll.bench.cases import format_size, parse_size
 from fastcoll.bench.results import describe, machine
 
 BACKENDS = ("fastcoll", "gloo")
+TITLES = {"fastcoll": "fastcoll", "gloo": "Gloo", "deepspeed": "DeepSpeed's kernel"}
 MODES = ("sync", "async")
 SIZES = "8,1K,64K,1M,64M"
 TURNS = 6
@@ -38,9 +41,8 @@ _FEWEST_CALLS = 25  # per turn
 
 def main() -> int:
     options = _parser().parse_args()
-    sizes = [parse_size(size) for size in options.sizes.split(",")]
     with tempfile.TemporaryDirectory() as folder:
-        spawn(rank_main, (options.ranks, sizes, options.seconds, folder), nprocs=options.ranks)
+        spawn(rank_main, (options, folder), nprocs=options.ranks)
         report = json.loads(Path(folder, "report.json").read_text())
     print("\n".join(page(report)))
     if options.json:
@@ -48,47 +50,80 @@ def main() -> int:
     return 0
 
 
-def rank_main(rank: int, ranks: int, sizes: list[int], seconds: float, folder: str) -> None:
+def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
     """Run one rank: measure every size; rank 0 writes the report."""
     import torch
     import torch.distributed as dist
 
     import fastcoll.torch  # noqa: F401 - registers the backend
 
-    cores = sorted(os.sched_getaffinity(0))
+    ranks, cores = options.ranks, sorted(os.sched_getaffinity(0))
     pin(cores, rank)
     torch.set_num_threads(1)
     store, limit = dist.FileStore(f"{folder}/store", ranks), timedelta(seconds=300)
     dist.init_process_group("fastcoll", store=store, rank=rank, world_size=ranks, timeout=limit)
     groups = {name: dist.new_group(backend=name, timeout=limit) for name in BACKENDS}
-    rows = [measure(nbytes, groups, seconds, cores) for nbytes in sizes]
+    kernel = deepspeed_kernel(rank, ranks) if options.deepspeed else None
+    sizes = [parse_size(size) for size in options.sizes.split(",")]
+    rows = [measure(nbytes, groups, kernel, options, cores) for nbytes in sizes]
     if rank == 0:
         facts = {**machine(len(cores)), "torch": torch.__version__}
-        about = {"kind": "torch", "machine": facts, "cores": cores, "ranks": ranks}
+        about = {"kind": "torch", "machine": facts, "cores": cores, "ranks": ranks, "dtype": options.dtype}
         report = {**about, "command": " ".join(["python", *sys.argv]), "results": rows}
         Path(folder, "report.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 
 
-def measure(nbytes: int, groups: dict[str, Any], seconds: float, cores: Sequence[int]) -> dict[str, Any]:
+def deepspeed_kernel(rank: int, ranks: int) -> Callable[[Any], Any]:
+    """Compile DeepSpeed's all_reduce in shared memory, and return it; collective."""
+    import torch
+    import torch.distributed as dist
+
+    # The kernel takes these from the environment, and crashes without LOCAL_SIZE. They name its buffers.
+    os.environ.update(LOCAL_SIZE=str(ranks), MASTER_ADDR="fastcoll", MASTER_PORT=str(os.getppid()))
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    if rank == 0:
+        ShareMemCommBuilder().load()  # compiles, and keeps the code on disk
+    dist.barrier()
+    ShareMemCommBuilder().load().initialize(ranks, rank)
+    dist.barrier()
+    if rank == 0:  # DeepSpeed leaves the names of its buffers; all ranks have opened them
+        for name in Path("/dev/shm").glob(f"deepspeed_*_fastcoll_{os.getppid()}_*"):
+            name.unlink()
+    reduce: Callable[[Any], Any] = torch.ops.deepspeed.inference_all_reduce_
+    return reduce
+
+
+def measure(
+    nbytes: int,
+    groups: dict[str, Any],
+    kernel: Callable[[Any], Any] | None,
+    options: argparse.Namespace,
+    cores: Sequence[int],
+) -> dict[str, Any]:
     """Return a row of the table: microseconds of every backend and mode at one size; collective.
 
     Args:
-        seconds: how long each backend is timed.
+        kernel: DeepSpeed's, if that is measured, too.
         cores: the cores of the ranks.
     """
     import torch
     import torch.distributed as dist
 
-    x = torch.empty(nbytes // 4)
+    dtype = getattr(torch, options.dtype)
+    x = torch.empty(nbytes // dtype.itemsize, dtype=dtype)
     calls: dict[str, Callable[[], Any]] = {}
     for name, group in groups.items():
-        check(x, group)
         calls[f"{name} sync"] = lambda group=group: dist.all_reduce(x, group=group)
         calls[f"{name} async"] = lambda group=group: dist.all_reduce(x, group=group, async_op=True).wait()
+    if kernel is not None:
+        calls["deepspeed sync"] = lambda: kernel(x)
+    for name, call in calls.items():
+        check(x, name, call)
     x.zero_()  # sums of zeros stay 0
-    place_threads(cores, dist.get_rank())  # both libraries have started their threads
-    counts = {name: _count(call, groups["gloo"], seconds / TURNS) for name, call in calls.items()}
+    place_threads(cores, dist.get_rank())  # the libraries have started their threads
+    counts = {name: _count(call, groups["gloo"], options.seconds / TURNS) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(TURNS):
         for name in list(calls) if turn % 2 == 0 else list(calls)[::-1]:
@@ -100,19 +135,17 @@ def measure(nbytes: int, groups: dict[str, Any], seconds: float, cores: Sequence
     return {"operation": "all_reduce", "size": nbytes, "gloo_over_fastcoll": ratio, **typical}
 
 
-def check(x: Any, group: Any) -> None:
-    """Check the sum over the ranks; x has other values afterwards."""
+def check(x: Any, name: str, call: Callable[[], Any]) -> None:
+    """Check the sum over the ranks, of integers that every dtype has; x has other values afterwards."""
     import torch
     import torch.distributed as dist
 
-    for asynchronous in (False, True):
-        torch.arange(len(x), out=x).remainder_(1000).add_(dist.get_rank())
-        expected = x.sub(dist.get_rank()).mul_(dist.get_world_size()).add_(sum(range(dist.get_world_size())))
-        work = dist.all_reduce(x, group=group, async_op=asynchronous)
-        if work is not None:
-            work.wait()
-        if not torch.equal(x, expected):
-            raise SystemExit(f"all_reduce over {dist.get_backend(group)} is wrong at {len(x)} elements")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x.copy_(torch.arange(len(x)).remainder_(16).add_(rank))
+    expected = x.sub(rank).mul_(ranks).add_(sum(range(ranks)))
+    call()
+    if not torch.equal(x, expected):
+        raise SystemExit(f"all_reduce over {name} is wrong at {len(x)} elements")
 
 
 def _count(call: Callable[[], Any], group: Any, seconds: float) -> int:
@@ -151,21 +184,28 @@ def _typical(times: list[float], group: Any) -> dict[str, float]:
 
 def page(report: dict[str, Any]) -> list[str]:
     """Return the report as Markdown."""
+    sides = [name for name in TITLES if f"{name} sync" in report["results"][0]]
+    others = sides[1:]
+    titles = [f"{TITLES[name]}, us (p99)" for name in sides] + [
+        f"{TITLES[name]} / fastcoll" for name in others
+    ]
     lines = [
-        f"all_reduce, float32, {report['ranks']} ranks, through torch.distributed (torch {report['machine']['torch']})",
+        f"all_reduce, {report['dtype']}, {report['ranks']} ranks, through torch.distributed (torch "
+        f"{report['machine']['torch']})",
         "",
         f"{describe(report['machine'])}; pinned to cores {', '.join(map(str, report['cores']))} in turn; "
         f"`{report['command']}`",
         "",
-        "| bytes | mode | fastcoll, us (p99) | Gloo, us (p99) | Gloo / fastcoll |",
-        "|--:|---|--:|--:|--:|",
+        f"| bytes | mode | {' | '.join(titles)} |",
+        f"|--:|---|{'--:|' * len(titles)}",
     ]
     for row in report["results"]:
         for mode in MODES:
-            ours, gloo = (row[f"{name} {mode}"] for name in BACKENDS)
-            cells = [f"{side['median_us']:.4g} ({side['p99_us']:.4g})" for side in (ours, gloo)]
-            ratio = gloo["median_us"] / ours["median_us"]
-            lines.append(f"| {format_size(row['size'])} | {mode} | {cells[0]} | {cells[1]} | {ratio:.1f} |")
+            found = [row.get(f"{name} {mode}") for name in sides]
+            cells = [f"{side['median_us']:.4g} ({side['p99_us']:.4g})" if side else "" for side in found]
+            ours = row[f"fastcoll {mode}"]["median_us"]
+            cells += [f"{side['median_us'] / ours:.2f}" if side else "" for side in found[1:]]
+            lines.append(f"| {format_size(row['size'])} | {mode} | {' | '.join(cells)} |")
     return [*lines, "", *markdown(missed(report))]
 
 
@@ -175,6 +215,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sizes", default=SIZES, help=f"in bytes, or with K or M; default {SIZES}")
     parser.add_argument(
         "--seconds", type=float, default=0.5, help="of timing, for each backend, mode and size"
+    )
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
+    parser.add_argument(
+        "--deepspeed", action="store_true", help="also time DeepSpeed's kernel in shared memory"
     )
     parser.add_argument("--json", type=Path, help="file for the report")
     return parser
