@@ -132,7 +132,8 @@ class AutoCarrier(DeviceCarrier):
 
         def call() -> None:
             with self._staged.all_or_nothing(name, arrays):
-                chosen = self.chosen or self._choose(name, next((x.device for x in arrays if x.size), 0))
+                device = next((x.device for x in arrays if x.size), arrays[0].device)
+                chosen = self.chosen or self._choose(name, device)
                 self._staged.staging.await_marks(marks, name)
                 planned = chosen.plan(operation, timeout)
                 if isinstance(planned, StreamCall):

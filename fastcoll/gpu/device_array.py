@@ -104,12 +104,12 @@ class Described(NamedTuple):
     read_only: bool = False
 
 
-def describe(x: Any, what: str, device_at: Any) -> Described:
+def describe(x: Any, what: str, gpus: Any) -> Described:
     """Return the description of a GPU array without touching its data.
 
     Args:
         x: a torch.Tensor, an object with `__cuda_array_interface__`, or an object that CuPy can import by DLPack.
-        device_at: returns the number of the GPU whose memory contains an address.
+        gpus: the Runtime.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
@@ -128,8 +128,13 @@ def describe(x: Any, what: str, device_at: Any) -> Described:
     address, read_only = interface["data"]
     dtype = x.dtype if isinstance(getattr(x, "dtype", None), np.dtype) else np.dtype(interface["typestr"])
     shape = tuple(interface["shape"])
-    # An empty array has no address to look up. An empty array of CuPy still names its GPU.
-    device = device_at(address) if prod(shape) else int(getattr(getattr(x, "device", None), "id", 0))
+    # An empty array has no address to look up. An empty array of CuPy still names its GPU; for other libraries the
+    # thread's current GPU is the best guess, as it is where the library would put an array.
+    if prod(shape):
+        device = gpus.device_at(address)
+    else:
+        named = getattr(getattr(x, "device", None), "id", None)
+        device = gpus.current() if named is None else int(named)
     # The interface of a CuPy array names the stream of the current GPU, which may not be the array's GPU. So
     # `current_stream` asks CuPy.
     stream = current_stream(x, device, interface.get("stream") or 0)
@@ -203,7 +208,7 @@ class OnDevice(ImportedArray):
 
 def import_array(x: Any, *, writable: bool, what: str) -> OnDevice:
     """Import a GPU array; see `DeviceCarrier.import_array`."""
-    array, strides, read_only = describe(x, what, runtime().device_at)
+    array, strides, read_only = describe(x, what, runtime())
     if array.dtype.hasobject:
         raise ArrayError(
             f"{what} is a {array}, whose elements are Python objects; give it a fixed-size dtype"

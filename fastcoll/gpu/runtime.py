@@ -71,7 +71,7 @@ class Runtime:
         a context of some 300 MB there (CUDA 12).
         """
         fresh = not self._cupy.cuda.driver.ctxGetCurrent()
-        before = self._do("querying the current GPU", self._calls.getDevice)
+        before = self.current()
         if fresh or before != device:
             self._do(f"switching to GPU {device}", self._calls.setDevice, device)
         try:
@@ -81,6 +81,10 @@ class Runtime:
                 self._calls.setDevice(before)
 
     # ---- devices -------------------------------------------------------------------------------------
+
+    def current(self) -> int:
+        """Return the number of this thread's current GPU."""
+        return int(self._do("querying the current GPU", self._calls.getDevice))
 
     def count(self) -> int:
         """Return the number of GPUs that this process sees."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -144,3 +146,16 @@ def test_a_rank_without_facts_fails_the_call_on_all_ranks(two_gpus, monkeypatch)
         results = everybody(made, lambda g: g.all_reduce(FakeArray(xs[g.rank])))
         assert isinstance(results[0], GroupError)
         assert "querying a GPU's name" in str(results[1])
+
+
+@pytest.mark.usefixtures("queueing")
+@pytest.mark.parametrize("names_its_gpu", [True, False])
+def test_an_empty_first_array_chooses_its_own_gpu_or_the_current_one(two_gpus, monkeypatch, names_its_gpu):
+    chosen = []
+    monkeypatch.setattr(auto, "agree", lambda group, device: chosen.append(device) or [rank("a")])
+    empty = FakeArray(np.ones(0))
+    if names_its_gpu:
+        empty.device = SimpleNamespace(id=1)
+    with choosing(1) as (group,), nullcontext() if names_its_gpu else two_gpus.on(1):
+        group.all_reduce(empty)
+    assert chosen == [1]
