@@ -77,7 +77,7 @@ def _run_once(
     goes_on = options.min_ranks is not None
     port = options.nodes_port
     nodes = None
-    if job.nodes > 1 and port != 0:
+    if job.nodes > 1 and port != 0:  # options.py refuses port 0 with --min_ranks
         nodes = NodeFailures(job.nodes, job.node_rank, job.master_addr, port or default_port(job.master_port))
     elif job.nodes == 1 and goes_on:
         os.environ.update(job.secret(os.environ))  # the store that this launcher serves requires the secret

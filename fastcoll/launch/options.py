@@ -251,6 +251,11 @@ def _check_rendezvous(parser: argparse.ArgumentParser, options: argparse.Namespa
         parser.error("--min_ranks is for programs whose ranks go on; --rdzv_backend c10d restarts them")
     if options.has_generations and options.nodes_port == 0 and most > 1 and not is_elastic:
         parser.error("--nodes_port 0 leaves the launchers no port, which restarts on several nodes need")
+    if options.min_ranks is not None and options.nodes_port == 0 and most > 1:
+        parser.error(
+            "--nodes_port 0 leaves the launchers no store, which --min_ranks on several nodes needs; give a port, or "
+            "leave --nodes_port out"
+        )
     host, port = options.rdzv_endpoint or ("localhost", None)
     if is_elastic:
         options.rdzv_endpoint = host, port or _ENDPOINT_PORT

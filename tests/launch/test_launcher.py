@@ -291,6 +291,10 @@ def test_a_signal_ends_ranks_whose_output_is_not_read(script: Script, start: Sta
         ("--node_rank=1 script.py", "--node_rank must be from 0 to 0, got 1"),
         ("--master_port=70000 script.py", "--master_port must be from 1 to 65535, got 70000"),
         ("--nodes_port=70000 script.py", "--nodes_port must be from 0 to 65535, got 70000"),
+        (
+            "--nnodes=2 --node_rank=1 --master_addr=there --nodes_port=0 --min_ranks=1 script.py",
+            "--nodes_port 0 leaves the launchers no store, which --min_ranks on several nodes needs; give a port",
+        ),
         ("--max-restarts=-1 script.py", "give a whole number from 0 up, not '-1'"),
         ("--grace=-1 script.py", "give a number of seconds from 0 up, not '-1'"),
         ("--grace=x script.py", "give a number of seconds from 0 up, not 'x'"),
