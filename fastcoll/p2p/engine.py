@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 from ..arrays.imported import ImportedArray
@@ -164,7 +163,6 @@ class Engine:
             ack = pipe.last_ack(number)
             self.progress.let_go(pipe)
             raise send.misfit(ack.kind, ack.nbytes)
-        send.watch.hint = partial(self._crossing, dst)
         self._finish_blocking(send, status)
 
     def resume_receive(
@@ -214,16 +212,6 @@ class Engine:
             if not transfer.ended and not (status == LATER and isinstance(error, FastcollError)):
                 self.progress.blame(error, transfer.describe)
             raise
-
-    def _crossing(self, peer: int) -> str:
-        """Return a hint for the error of a send that no receive takes: the peer may be blocked in a send as well."""
-        pipe, number = self._routes[peer]
-        if not pipe.has_unread(number) and not self._exchange.peers[peer].kept_messages:
-            return ""
-        return (
-            f"; this rank also has a message of {self.monitor.name(peer)} that no receive has taken: if both ranks "
-            "wait in send, neither can continue; let one receive first, or use isend or batch_isend_irecv"
-        )
 
     def torn(self, error: BaseException, doing: str) -> None:
         """Fail the group if an exception has ended a short cut whose message is incomplete.

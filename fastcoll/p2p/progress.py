@@ -414,6 +414,16 @@ class Progress:
         """Fail the group after an error in the middle of a message, because bytes of it may be missing."""
         if isinstance(error, UsageError):
             return
+    def crossing(self, peer: int) -> str:
+        """Return a hint for the error of a send that no receive takes: the peer may be blocked in a send as well."""
+        pipe, number = self._routes[peer]
+        if not pipe.has_unread(number) and not self.exchange.peers[peer].kept_messages:
+            return ""
+        return (
+            f"; this rank also has a message of {self.monitor.name(peer)} that no receive has taken: if both ranks "
+            "wait in send, neither can continue; let one receive first, or use isend or batch_isend_irecv"
+        )
+
         if not isinstance(error, GroupError):
             error = AbortedError(f"{doing} was interrupted by {error!r}")
         self.monitor.fail(error)

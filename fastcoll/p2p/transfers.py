@@ -138,6 +138,9 @@ class Driver(Protocol):
     def poll(self) -> None:
         """Progress messages as far as possible without waiting."""
 
+    def crossing(self, peer: int) -> str:
+        """Return a hint for the error of a send to `peer` that no receive takes, or an empty text."""
+
     def call_back(self, transfer: Transfer) -> None:
         """Have the progress thread call the callbacks of a transfer that has ended."""
 
@@ -218,6 +221,8 @@ class Transfer(Work):
             # `late` has no reference to this transfer: a cycle would keep its array until the garbage collector runs.
             late = partial(_needed, monitor, self._engine.rank, self.peer, isinstance(self, Send))
             self._watch = Wait(monitor, self.describe, late, timeout, self.posted, is_message=True)
+            if isinstance(self, Send) and self.peer != self._engine.rank:
+                self._watch.hint = partial(self._engine.crossing, self.peer)
         return self._watch
 
     # ---- as a Work ---------------------------------------------------------------------------------

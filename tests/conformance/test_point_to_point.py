@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import oracle
 import pytest
@@ -297,4 +299,21 @@ def test_the_timeout_of_two_ranks_in_send_names_the_cause(rank, world_size):
         group.timeout = 0.2  # only now, as rank 1 may be late
     with pytest.raises(dist.GroupError, match=r"a message of rank 1 .*: if both ranks wait in send, neither"):
         dist.send(np.ones(3), 1 - rank, group=group)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_the_timeout_of_a_send_after_a_pending_isend_names_the_cause(rank, world_size):
+    """The isend is older, so its deadline ends the group."""
+    group = dist.new_group()
+    if rank == 0:
+        dist.probe(1, group=group)
+        group.timeout = 0.2  # only now, as rank 1 may be late
+    works = [dist.isend(np.ones(3), 1, group=group)] if rank == 0 else []
+    calls = [*(work.wait for work in works), partial(dist.send, np.ones(3), 1 - rank, group=group)]
+    for call in reversed(calls):
+        with pytest.raises(
+            dist.GroupError, match=r"a message of rank 1 .*: if both ranks wait in send, neit"
+        ):
+            call()
     dist.barrier()
