@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from fastcoll.launch.lifeline import children_of
 from fastcoll.system.processes import status_of
 
 SECONDS = 300.0  # the slowest test without a mark took 44 s in CI
+_all: list[Limits] = []  # the plugin of this process, if pytest runs in it
 
 
 class Limits:
@@ -37,6 +38,8 @@ class Limits:
         """Start the other process; its messages go where this one's go now, so capture must be off."""
         self._folder = tempfile.TemporaryDirectory()
         self._stacks = Path(self._folder.name) / "stacks"
+        self.sent: list[float | None] = [None, None, 0.0]
+        _all[:] = [self]
         self._clock = subprocess.Popen(
             [sys.executable, __file__, str(os.getpid()), str(self._stacks)],
             stdin=subprocess.PIPE,
@@ -74,6 +77,22 @@ class Limits:
         self.sent = [limit, again or limit, self._since]
         with suppress(BrokenPipeError):
             self._clock.stdin.write(f"{json.dumps(self.sent)}\n")
+
+
+@contextmanager
+def unlimited() -> Iterator[None]:
+    """Do not count the seconds of this block; afterwards the running test has its full limit again.
+
+    The block needs a limit of its own.
+    """
+    before = [(limits, *limits.sent[:2]) for limits in _all]
+    for limits, _, _ in before:
+        limits.set_limit(None)
+    try:
+        yield
+    finally:
+        for limits, limit, again in before:
+            limits.set_limit(limit, again)
 
 
 def descendants(pid: int, since: float) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 TESTS = """
     import subprocess, sys, time
     import pytest
-    from limits import Limits
+    from limits import Limits, unlimited
 
     @pytest.fixture
     def limits(pytestconfig):
@@ -25,6 +25,12 @@ TESTS = """
     def test_of_another(limits):
         assert limits.sent[:2] == [100, 100]
 
+    def test_of_a_block_outside_the_limit(limits):
+        limits.set_limit(200, again=100)
+        with unlimited():
+            assert limits.sent[0] is None
+        assert limits.sent[:2] == [200, 100]
+
     def test_that_hangs_itself(limits):
         limits.set_limit(0.1)
         while True:
@@ -39,7 +45,7 @@ def test_a_test_that_hangs_shows_its_stacks(pytester: pytest.Pytester) -> None:
     pytester.makeconftest((here / "conftest.py").read_text())
     pytester.makepyfile(TESTS)
     first = pytester.runpytest_subprocess("-k", "not itself")
-    assert first.parseoutcomes() == {"passed": 1, "failed": 1, "deselected": 1}
+    assert first.parseoutcomes() == {"passed": 2, "failed": 1, "deselected": 1}
     first.stdout.fnmatch_lines(["*exceeded its limit*", "* is_stuck (<string>:2)*"])
     second = pytester.runpytest_subprocess("-k", "itself")
     assert second.ret == -9

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import unlimited
 from programs import until
 
 import fastcoll
@@ -44,6 +45,7 @@ AGAIN_WITHIN = 0.1
 # The folder of the imported package. New processes get it in PYTHONPATH and start in another folder: Python looks in
 # the working directory first, and the sources there may differ from an installed package.
 _PACKAGE = str(Path(fastcoll.__file__).parents[1])
+_COMPILATION_SECONDS = 1800.0  # which only ends a hang
 _MESSAGE = r"\b(send to|recv from) rank"
 # How an error names its call if not as "op(...), call N of group" (without the arguments while the call is not
 # published).
@@ -161,10 +163,14 @@ def _compile_with_failpoints() -> None:
     """Compile the kernels with failpoints in a new process; half a second if they are on disk already.
 
     Children of the fork server must not compile them, because the Numba that they inherit may have kernels without
-    failpoints. It fails if /dev/shm has no room for the locks of its processes; tests there use no failpoints.
+    failpoints. It fails if /dev/shm has no room for the locks of its processes; tests there use no failpoints. The
+    first test that needs the kernels compiles them, which takes minutes on a busy machine and does not count for its
+    limit.
     """
     env = {**os.environ, "FASTCOLL_FAILPOINT": "shm.barrier.enter:delay=0", "PYTHONPATH": _PACKAGE}
-    subprocess.run([sys.executable, "-m", "fastcoll.warmup"], env=env, cwd="/", capture_output=True)
+    command = [sys.executable, "-m", "fastcoll.warmup"]
+    with unlimited():
+        subprocess.run(command, env=env, cwd="/", capture_output=True, timeout=_COMPILATION_SECONDS)
 
 
 def start(function: Callable[..., Any], stacks: Path, *args: Any) -> tuple[Any, Connection]:
