@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 from ..errors import ResourceError
 from . import cache_files
 from .cache_files import digest
-from .machine_code import processor
+from .machine_code import load, processor
 from .undisturbed import undisturbed
 
 _log = logging.getLogger("fastcoll")
@@ -201,6 +201,7 @@ class KernelCache:
             found = self._found()
             if found is None:
                 found = self._compiled(compile, self._hint)
+                load(found)  # code that cannot be loaded raises here, and is not kept
                 self._keep(folder, found)
             return found
         finally:

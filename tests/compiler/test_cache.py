@@ -19,7 +19,8 @@ import pytest
 from programs import at_once, until
 from together import together
 
-from fastcoll.compiler import cache, cache_files, jit
+from fastcoll.compiler import cache, cache_files, jit, machine_code
+from fastcoll.errors import UnavailableError
 from fastcoll.kernels.pyobjects import Index, integer
 
 PACKAGE = Path(jit.__file__).parent.parent
@@ -382,3 +383,17 @@ def test_a_compilation_that_fails_can_be_tried_again(own_folder):
     for _ in range(2):
         with pytest.raises(Exception, match="nothing"):
             undefined.call(1)
+
+
+def test_code_that_cannot_be_loaded_is_not_kept(monkeypatch, own_folder, tmp_path):
+    def refuse(*_: object) -> int:
+        raise UnavailableError("unsupported machine code")
+
+    with monkeypatch.context() as patch:
+        for linker in ("_link", "load_by_llvm"):
+            patch.setattr(machine_code, linker, refuse)
+        with pytest.raises(UnavailableError, match="unsupported machine code"):
+            jit.entry(identity).call(7)
+    assert not list(tmp_path.glob("**/*.code"))
+    assert jit.entry(identity).call(7) == 7
+    assert len(list(tmp_path.glob("**/*.code"))) == 1
