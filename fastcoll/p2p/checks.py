@@ -63,10 +63,13 @@ class Checks:
         if record is None:
             return
         waiting = [transfer for transfer in list(self._exchange.live) if transfer.posted <= before]
+        # The record has room for few: first those that threads wait for, then the oldest.
+        waiting.sort(key=lambda transfer: not transfer.is_awaited)
         for slot in range(1, WAITS):
             if slot <= len(waiting):
                 transfer = waiting[slot - 1]
-                record.waits(slot, transfer.describe, transfer.needed(), transfer.posted, message=True)
+                about = transfer.describe, transfer.needed(), transfer.posted
+                record.waits(slot, *about, message=True, awaited=transfer.is_awaited)
             elif slot <= self.recorded:
                 record.waits_no_more(slot)
         self.recorded = min(len(waiting), WAITS - 1)

@@ -205,6 +205,7 @@ class Engine:
             else:
                 pipe = self.pipes[0] if transfer.peer is None else self._routes[transfer.peer][0]
                 self._hand_over(transfer, pipe)
+            transfer.is_awaited = True
             if not transfer.request:
                 self.progress.drive_until(transfer, ENDLESS)
             return transfer.result()

@@ -263,7 +263,11 @@ class Progress:
             raise UsageError(f"waiting for {transfer.describe}: a Work's callback may not wait for messages")
         if transfer.is_small and len(self._pipes) == 1 and limit >= ENDLESS and not self.inbox:
             self._complete_small(transfer)
-        return transfer.ended or self.drive_until(transfer, limit)
+        transfer.is_awaited = True
+        try:
+            return transfer.ended or self.drive_until(transfer, limit)
+        finally:
+            transfer.is_awaited = False
 
     def _complete_small(self, transfer: Transfer) -> None:
         """Drive with one call of the pipe. Mostly this completes the transfer, which a short cut has posted."""
@@ -410,10 +414,6 @@ class Progress:
 
     # ---- errors and the end -----------------------------------------------------------------------
 
-    def blame(self, error: BaseException, doing: str) -> None:
-        """Fail the group after an error in the middle of a message, because bytes of it may be missing."""
-        if isinstance(error, UsageError):
-            return
     def crossing(self, peer: int) -> str:
         """Return a hint for the error of a send that no receive takes: the peer may be blocked in a send as well."""
         pipe, number = self._routes[peer]
@@ -424,6 +424,10 @@ class Progress:
             "wait in send, neither can continue; let one receive first, or use isend or batch_isend_irecv"
         )
 
+    def blame(self, error: BaseException, doing: str) -> None:
+        """Fail the group after an error in the middle of a message, because bytes of it may be missing."""
+        if isinstance(error, UsageError):
+            return
         if not isinstance(error, GroupError):
             error = AbortedError(f"{doing} was interrupted by {error!r}")
         self.monitor.fail(error)

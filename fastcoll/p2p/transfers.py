@@ -153,13 +153,14 @@ class Transfer(Work):
         peer: the other group rank; None for a receive from any rank.
         is_plain: whether a short cut of the pipe may begin the operation.
         posted: the time of posting, by time.monotonic.
+        is_awaited: whether a thread waits for the operation in the engine.
         is_small: whether a short cut of the pipe has posted the operation.
         number: for a send that a short cut has posted, the message's number among those to its peer; else 0.
         request, pipe: the number of its request and the pipe that has it (`Pipe.request`); 0: it never had one.
     """
 
     is_plain = True
-    is_small = False
+    is_small = is_awaited = False
     number = request = 0
     pipe: RequestPipe
     needs_copy_back = False

@@ -62,17 +62,20 @@ BLOCKS = TABLE + 8 * ROWS * ROW_WORDS
     OWN_CALLS, OWN_FINISHED,  # the values for CALLS_AT and FINISHED_AT, if the backend's context does not have them
     FAILURE,  # bytes of the text at FAILURE_AT
     SITES_AT, SITES,  # offset and number of the call sites, SITE_BYTES each; offset 0: call sites are not recorded
-) = range(15)  # fmt: skip
+    UNAWAITED,  # number of the last asynchronous call that a thread of the backend has taken over from its caller
+) = range(16)  # fmt: skip
 FAILURE_AT, WAITS_AT, RING_AT = 512, 2048, 8192
 FAILURE_BYTES = WAITS_AT - FAILURE_AT
 
 # A slot for the wait of a thread. Python writes it when it first checks on the wait, after 50 ms.
 WAITS, WAIT_WORDS, WAIT_RANKS = 4, 128, 32
-WAIT_CALL = 0  # number of the call that waits; MESSAGE: a message or a connection waits; 0: the slot is free
+# Number of the call that waits; MESSAGE: a thread waits for a message or a connection; POSTED: a message is under way
+# for which no thread waits; 0: the slot is free.
+WAIT_CALL = 0
 WAIT_SINCE, WAIT_COUNT, WAIT_TEXT = 1, 2, 3  # start of the wait, number of ranks, bytes of the text
 WAIT_RANKS_AT = 4
 WAIT_TEXT_AT = WAIT_RANKS_AT + WAIT_RANKS
-MESSAGE = -1
+MESSAGE, POSTED = -1, -2
 
 # A row of the ring: a cache line.
 RING, ENTRY_WORDS = 1024, 8
@@ -119,14 +122,16 @@ class CallRecord(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A thread's wait, of at least 50 ms.
+    """A thread's wait, or a message that has been under way without one, for at least 50 ms.
 
     Attributes:
         number: the number of the call that waits; 0: the thread waits in a send or receive.
         doing: the name of the operation that error texts use.
         since: the start of the wait, in ns since 1970.
-        ranks: the global ranks for which it waits; only the first WAIT_RANKS are listed.
+        ranks: the global ranks for which it waits; only the first WAIT_RANKS are listed. A message that lists several
+            ranks may come from any one of them.
         many: the number of ranks for which it waits.
+        awaited: whether a thread waits; False: the message was posted by isend or irecv, and no thread waits for it.
     """
 
     number: int
@@ -134,6 +139,7 @@ class Waiting(NamedTuple):
     since: int
     ranks: tuple[int, ...]
     many: int
+    awaited: bool = True
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,7 @@ class GroupRecord:
         serial: 1 for the first group that this process made, 2 for the second, and so on.
         rank: this process's rank in the group.
         calls, finished: numbers of the last call that began, and of the last one that is complete.
-        pending: operations queued or under way on the progress thread.
+        pending: asynchronous operations queued or under way on threads other than their callers.
         ring: the last calls, the oldest first.
         under_way: the call under way, or None.
         since: when the call under way began, or began to wait, in ns since 1970; 0: not known.
@@ -352,7 +358,7 @@ def _group(read: Read, offset: int, nbytes: int, epoch: int) -> GroupRecord:
         members=members,
         calls=calls,
         finished=finished,
-        pending=word(PENDING_AT),
+        pending=word(PENDING_AT) + (under_way is not None and int(block[UNAWAITED]) == calls),
         ring=tuple(entries),
         under_way=under_way,
         since=0 if under_way is None else time(word(SINCE_AT)) or under_way.began,
@@ -401,11 +407,12 @@ def _waits(
         at = WAITS_AT + 8 * WAIT_WORDS * slot
         words = _words(data[at : at + 8 * WAIT_WORDS])
         number, count = int(words[WAIT_CALL]), int(words[WAIT_COUNT])
-        if number == MESSAGE or (number == call and call):
+        if number in (MESSAGE, POSTED) or (number == call and call):
             listed = words[WAIT_RANKS_AT : WAIT_RANKS_AT + min(count, WAIT_RANKS)]
             ranks = tuple(members[rank].rank for rank in map(int, listed) if 0 <= rank < len(members))
             start = at + 8 * WAIT_TEXT_AT
             doing = data[start : start + min(int(words[WAIT_TEXT]), 8 * (WAIT_WORDS - WAIT_TEXT_AT))]
             since = time(int(words[WAIT_SINCE]))
-            found.append(Waiting(max(number, 0), doing.decode(errors="replace"), since, ranks, count))
+            text, is_awaited = doing.decode(errors="replace"), number != POSTED
+            found.append(Waiting(max(number, 0), text, since, ranks, count, is_awaited))
     return found

@@ -328,8 +328,20 @@ class GroupRecorder:
         self._words[r.FAILURE] = len(text)
         self.broken_off("failed")
 
-    def waits(self, slot: int, doing: str, ranks: Sequence[int], since: float, message: bool = False) -> None:
-        """Record a thread's wait for group ranks.
+    def unawaited(self, number: int) -> None:
+        """Record that a thread other than its caller carries an asynchronous call on. That thread calls this."""
+        self._cells[r.UNAWAITED] = number
+
+    def waits(
+        self,
+        slot: int,
+        doing: str,
+        ranks: Sequence[int],
+        since: float,
+        message: bool = False,
+        awaited: bool = True,
+    ) -> None:
+        """Record a thread's wait for group ranks, or a message that was posted.
 
         Args:
             slot: the index of the wait's slot in the block: slot 0 is for a Wait (core/monitor.py), the other slots are
@@ -337,6 +349,7 @@ class GroupRecorder:
             doing: the name of the operation that error texts use.
             since: the start of the wait, by time.monotonic.
             message: whether the thread waits in a send or receive, and not in a call.
+            awaited: False for a message for which no thread waits.
         """
         start = r.WAITS_AT // 8 + slot * r.WAIT_WORDS
         text = doing.encode()[: 8 * (r.WAIT_WORDS - r.WAIT_TEXT_AT)]
@@ -348,7 +361,8 @@ class GroupRecorder:
         self._words[first : first + len(listed)] = listed
         self._words[start + r.WAIT_SINCE] = int(since * 1e9)
         self._words[start + r.WAIT_COUNT], self._words[start + r.WAIT_TEXT] = len(ranks), len(text)
-        self._words[start + r.WAIT_CALL] = r.MESSAGE if message else self._cells[self._calls]
+        kind = r.MESSAGE if awaited else r.POSTED
+        self._words[start + r.WAIT_CALL] = kind if message else self._cells[self._calls]
 
     @property
     def is_in_call(self) -> bool:

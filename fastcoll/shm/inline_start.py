@@ -43,7 +43,7 @@ from ..arrays.tensors import header_of, headers_for, plain_types
 from ..compiler.jit import Entry
 from ..core.gate import Gate
 from ..core.status import AGAIN, DONE, LATER, WORKED
-from ..core.work import ENDLESS, Work, mark_progressing
+from ..core.work import ENDLESS, Work, is_progressing, mark_progressing
 from ..errors import AbortedError, FastcollError, UsageError
 from ..kernels import waiting
 from ..kernels.primitives import address_of, cells_of
@@ -144,6 +144,8 @@ class InlineStart:
     Args:
         resume, torn: handle an entry that returned early, and one that an exception has left; see calls.py.
         share: number of cores for each rank of the job on this node.
+        unawaited: called with the number of a call that a thread other than its caller takes over, before that thread
+            waits in it.
     """
 
     def __init__(
@@ -153,12 +155,14 @@ class InlineStart:
         resume: Callable[..., bool],
         torn: Callable[..., None],
         share: int,
+        unawaited: Callable[[int], object],
     ) -> None:
         self._gate = gate
         self._context, self._c = context, context.address
         self._brief = self._c | BRIEF
         self._busy = cells_of(context.words[words.BUSY : words.BUSY + 1])
         self._resume, self._torn, self._share = resume, torn, share
+        self._unawaited = unawaited
         self._open: OpenCall | None = None
         self._longest = _LONGEST
         self._changed = threading.Condition()
@@ -265,6 +269,8 @@ class InlineStart:
             work, self._open = self._open, None
             assert work is not None
             code, work.code = work.code, AGAIN
+            if not briefly and is_progressing():
+                self._unawaited(work.number)
             if code in (AGAIN, WORKED):
                 code = work.entry.call(self._c | (RESUMED | BRIEF if briefly else RESUMED), *work.args)
                 if briefly and code in (AGAIN, WORKED):

@@ -2,21 +2,23 @@
 
 In a collective call, a rank waits for the members of the group that have not begun the call; in a message, it waits for
 the other rank. A rank is to blame if others wait for it and it waits for no rank itself, or if its process cannot run.
-Ranks that wait for one another are to blame together. Asynchronous operations run on a progress thread; such an
-operation counts as a wait of its rank only while the rank's main thread seems to be in `Work.wait`, because it sleeps
-in the same way. The records are read one after the other while the ranks run, so a short wait may be over by now.
-Waits shorter than MIN_WAIT_SECONDS are ignored.
+Ranks that wait for one another, and whose waits no other rank can end, are to blame together. An asynchronous operation
+that no thread of the program is known to wait for counts as a wait of its rank only while the rank's main thread seems
+to be in `Work.wait`, because it sleeps in the same way. The records are read one after the other while the ranks run,
+so one reading may combine states of different times. A wait counts only if an earlier reading of all records has it as
+well: then there is a moment, between the two readings, at which all waits and all late ranks were as reported. Waits
+shorter than MIN_WAIT_SECONDS are ignored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..core.signature import describe
 from ..record.record import GroupRecord, MemberRecord, Record
-from .circles import circles
+from .circles import circles, hopeless
 from .printing import seconds_of
 from .waits import RankWait, side, state_of, waits_in
 
@@ -53,10 +55,14 @@ class Process(NamedTuple):
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank whose process and record can be read here."""
+    """A rank whose process and record can be read here.
+
+    `earlier` is an earlier reading of the record; None: there is only one.
+    """
 
     record: Record
     process: Process
+    earlier: Record | None = None
 
     @property
     def rank(self) -> int:
@@ -129,18 +135,17 @@ def _late(ranks: Ranks, wait: RankWait, whereabouts: Whereabouts) -> tuple[int, 
 
 def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Diagnosis]:
     """Return diagnoses of waits that have lasted MIN_WAIT_SECONDS, and of processes that cannot run."""
-    lasting = [wait for wait in waits_of(ranks, whereabouts, now) if wait.seconds >= MIN_WAIT_SECONDS]
-    own: dict[int, list[RankWait]] = {}
-    for wait in lasting:
-        own.setdefault(wait.rank, []).append(wait)
-    waits = [wait for rank, its in own.items() for wait in _blocking(ranks[rank], its)]
+    lasting = lasting_waits(ranks, whereabouts, now)
+    waits = [wait for wait in lasting if blocks(ranks[wait.rank], wait, lasting)]
     late = {rank for wait in waits for rank in wait.late}
-    waiting: dict[int, set[int]] = {}
+    waiting: dict[int, list[RankWait]] = {}
     for wait in waits:
-        if ranks[wait.rank].is_able:
-            waiting.setdefault(wait.rank, set()).update(wait.late)
+        if ranks[wait.rank].is_able and wait.late:
+            waiting.setdefault(wait.rank, []).append(wait)
+    stuck = hopeless(waiting)
+    among = {rank: {other for wait in waiting[rank] for other in wait.late} for rank in stuck}
     peers = {p.rank: p for each in ranks.values() for group in each.record.groups for p in group.members}
-    roots = sorted(rank for rank in late if not waiting.get(rank))
+    roots = sorted(rank for rank in late if rank not in waiting)
     unseen: dict[tuple[str, str], list[MemberRecord]] = {}
     for root in roots:
         if root not in ranks:
@@ -152,7 +157,7 @@ def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Diagnosi
     ]
     for (where, _), lost in unseen.items():
         diagnoses.append(_of_unseen(lost, waits, where))
-    diagnoses += [_of_circle(circle, waits) for circle in circles(waiting)]
+    diagnoses += [_of_circle(circle, waits) for circle in circles(among)]
     blamed = {rank for diagnosis in diagnoses for rank in diagnosis.ranks}
     diagnoses += [
         _of_nobody(held)
@@ -168,17 +173,39 @@ def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Diagnosi
     return diagnoses
 
 
-def _blocking(rank: Rank, own: list[RankWait]) -> list[RankWait]:
-    """Return the waits that block a rank.
+def lasting_waits(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[RankWait]:
+    """Return the waits of MIN_WAIT_SECONDS that both readings of the records have, each with the ranks late in both."""
+    before = {number: replace(rank, record=rank.earlier or rank.record) for number, rank in ranks.items()}
+    earlier = {_identity(wait): wait for wait in waits_of(before, whereabouts, now)}
+    found = []
+    for wait in waits_of(ranks, whereabouts, now):
+        same = earlier.get(_identity(wait))
+        if same is not None and wait.seconds >= MIN_WAIT_SECONDS:
+            late = tuple(rank for rank in wait.late if rank in same.late)
+            if late or not wait.late:
+                found.append(wait._replace(late=late))
+    return found
 
-    If the rank has waits outside the progress thread, these block it. If all its waits are on the progress thread, they
-    block it unless its main thread runs code.
+
+def _identity(wait: RankWait) -> tuple[object, ...]:
+    """Return what two readings of one wait have in common. A message has no number, but its time of posting."""
+    return wait.rank, wait.group.serial, wait.number, None if wait.number else (wait.what, wait.since)
+
+
+def blocks(rank: Rank, wait: RankWait, waits: Iterable[RankWait]) -> bool:
+    """Return whether a wait holds its rank up; `waits` are those of all ranks.
+
+    A wait for which a thread of the program waits does. An asynchronous operation does if the rank has no such wait,
+    unless the rank's main thread runs code.
     """
-    direct = [wait for wait in own if not (wait.number and wait.group.pending)]
+    if not wait.posted:
+        return True
+    if any(other.rank == wait.rank and not other.posted for other in waits):
+        return False
     process = rank.process
     # Work.wait sleeps in a futex, so a main thread that runs or sleeps elsewhere is not in Work.wait.
     runs = process.state == "R" or (process.kernel_function and "futex" not in process.kernel_function)
-    return direct or ([] if runs and rank.is_able else own)
+    return not (runs and rank.is_able)
 
 
 def _by_call(waits: Iterable[RankWait]) -> list[list[RankWait]]:
@@ -276,6 +303,8 @@ def _of_circle(circle: Sequence[int], waits: Sequence[RankWait]) -> Diagnosis:
         )
         lines.append(f"{_names(held)} waited for {seconds_of(_seconds(held))} in {_where(first)}{missed}")
     then = "one of them skips a call or makes one too many, or they make their calls in different orders"
+    if not any(wait.number for wait in waits if wait.rank in circle):
+        then = "let one of them send while the other receives, or post the messages by isend and irecv first"
     what = "wait for one another" if len(circle) > 1 else "waits for itself"
     return Diagnosis(f"{names(circle)} {what}", tuple(lines), then, tuple(circle))
 

@@ -1,8 +1,36 @@
-"""Cycles of waiting ranks: strongly connected components, by two depth-first searches (Kosaraju's algorithm)."""
+"""Deadlocks among waiting ranks: the waits that cannot end, and cycles of ranks.
+
+Cycles are strongly connected components, found by two depth-first searches (Kosaraju's algorithm).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Protocol
+
+
+class AwaitsRanks(Protocol):
+    """A wait for ranks: for all of `late`, or for any one of them."""
+
+    @property
+    def late(self) -> tuple[int, ...]: ...
+
+    @property
+    def any(self) -> bool: ...
+
+
+def hopeless(waits: Mapping[int, Iterable[AwaitsRanks]]) -> set[int]:
+    """Return the ranks whose waits cannot end, even if all ranks that do not wait go on."""
+    stuck = set(waits)
+
+    def goes_on(rank: int) -> bool:
+        return all(
+            (any if wait.any else all)(other not in stuck for other in wait.late) for wait in waits[rank]
+        )
+
+    while freed := {rank for rank in stuck if goes_on(rank)}:
+        stuck -= freed
+    return stuck
 
 
 def circles(waits: Mapping[int, Set[int]]) -> list[list[int]]:

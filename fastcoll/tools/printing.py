@@ -29,6 +29,7 @@ class Printer:
             self._terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         )
         self._width = shutil.get_terminal_size().columns if self._terminal else 0
+        self._has_begun = False  # whether `anew` was called before
 
     def say(self, text: str | None = "", style: str = "", indent: str = "") -> None:
         """Print a paragraph, or nothing if `text` is None; on a terminal, all lines of the paragraph are indented."""
@@ -60,6 +61,15 @@ class Printer:
             self._write((_GAP.join([styled, *others]) + (lines.pop(0) if beside else "")).rstrip())
             for line in lines:
                 self._write(" " * indent + line)
+
+    def anew(self) -> None:
+        """Begin another report: in place of the last one on a terminal, elsewhere after an empty line."""
+        if self._terminal:
+            self._out.write("\033[H\033[J")  # the cursor to the first line, and clear what follows
+            self._width = shutil.get_terminal_size().columns
+        elif self._has_begun:
+            self._write("")
+        self._has_begun = True
 
     def json(self, value: Mapping[str, Any]) -> None:
         """Print a JSON object, for programs."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from .blame import (
     Diagnosis,
     Process,
     Rank,
+    blocks,
     explain,
     waits_of,
 )
@@ -37,38 +39,70 @@ from .waits import RankWait, state_of
 _LOOK_SECONDS = (
     0.2  # between two readings of a process's CPU time, which the kernel counts in units of 0.01 s
 )
+_WATCH_SECONDS = 1.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 _MOST_DIAGNOSES = 8
+_OUTSIDE = "its own code, with an asynchronous operation under way"
 _MOST_COMMAND = 100  # characters
 _NAMES_OF_JOBS = b"TORCHELASTIC_RUN_ID", b"SLURM_JOB_ID"
 _OF_A_LAUNCHER = {b"RANK", b"WORLD_SIZE", b"MASTER_PORT"}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 1 if --job names no job."""
+    """Run the command; return 0, or 1 if it names no job."""
     parser = argparse.ArgumentParser(
         prog="python -m fastcoll status",
         description="Show this user's jobs on this machine: the ranks that hold each job up, and each rank's call.",
     )
+    about = (
+        "show one job only; JOB is its name as listed, the pid of one of its ranks or of their launcher, its "
+        "--rdzv-id, Slurm's job id, or a word of its command line"
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("name", nargs="?", metavar="JOB", help=about)
+    which.add_argument("--job", metavar="JOB", help="the same")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     parser.add_argument(
-        "--job",
-        metavar="JOB",
-        help="show one job only; JOB is its name as listed, the pid of one of its ranks or of their launcher, its "
-        "--rdzv-id, Slurm's job id, or a word of its command line",
+        "--watch", action="store_true", help="show it again every second, until Ctrl-C or the end of the job"
     )
     given = parser.parse_args(words)
+    name, show, code = given.job if given.name is None else given.name, Printer(), 0
+    with suppress(KeyboardInterrupt) if given.watch else nullcontext():
+        found = _look(name)
+        code = int(name is not None and not any(found))
+        while True:
+            if given.watch:
+                show.anew()
+            _print(*found, name, given.json, show)
+            sys.stdout.flush()
+            if not (given.watch and any(found)):
+                break
+            time.sleep(_WATCH_SECONDS)
+            found = _look(name)
+    return code
+
+
+def _look(name: str | None) -> tuple[list[RunningJob], list[Outside]]:
+    """Return what `find_jobs` returns, or only what belongs to the job with this name."""
     jobs, alone = find_jobs()
-    show, now = Printer(), time.time()
-    if given.job is not None:
-        jobs = [job for job in jobs if job.name == given.job or any(map(_named(given.job), job.processes))]
-        alone = [each for each in alone if _named(given.job)(each.process)]
-    code = int(given.job is not None and not jobs and not alone)
-    if given.json:
+    if name is not None:
+        jobs = [job for job in jobs if job.name == name or any(map(_named(name), job.processes))]
+        alone = [each for each in alone if _named(name)(each.process)]
+    return jobs, alone
+
+
+def _print(
+    jobs: Sequence[RunningJob], alone: Sequence[Outside], name: str | None, as_json: bool, show: Printer
+) -> None:
+    now = time.time()
+    if as_json:
         about = {"fastcoll": __version__, "host": os.uname().nodename}
         outside = [each.as_dict(now) for each in alone]
         show.json({**about, "jobs": [job.as_dict(now) for job in jobs], "in_no_group": outside})
-        return code
+        return
+    if len(jobs) > 1:
+        show.table(("job", "ranks", "for", "command"), [job.row(now) for job in jobs])
+        show.say("")
     for number, job in enumerate(jobs):
         show.say("" if number else None)
         _show(job, now, show)
@@ -80,11 +114,10 @@ def main(words: Sequence[str] | None = None) -> int:
         )
         columns = ("rank", "pid", "state", "cores", "joining for", "kernel", "command")
         show.table(columns, [each.row(now) for each in alone])
-    if code:
-        show.say(f"there is no job {given.job!r} of yours on this machine; without --job all are listed")
+    if name is not None and not jobs and not alone:
+        show.say(f"there is no job {name!r} of yours on this machine; without a name all are listed")
     elif not jobs and not alone:
         show.say("no process of yours on this machine is in a group of fastcoll")
-    return code
 
 
 # ---- finding jobs ------------------------------------------------------------------------------------------
@@ -106,6 +139,12 @@ class RunningJob:
     def first(self) -> Rank:
         """The lowest rank that can be read here."""
         return self.ranks[min(self.ranks)]
+
+    def row(self, now: float) -> tuple[str, ...]:
+        """Return a row for the list of jobs."""
+        first = self.first.record
+        age = seconds_of(max(now - first.started, 0.0))
+        return self.name, str(first.world_size), age, self.first.process.command
 
     def whereabouts(self, peer: MemberRecord) -> str:
         """Return the state of a member that is not among `ranks` (`Whereabouts` in blame.py)."""
@@ -171,6 +210,7 @@ def _rank_as_dict(rank: Rank, waits: Sequence[RankWait]) -> dict[str, Any]:
                         "what": w.what,
                         "seconds": w.seconds,
                         "waits_for": sorted(w.late),
+                        "is_waiting": blocks(rank, w, waits),
                     }
                     for w in own
                 ],
@@ -223,7 +263,9 @@ def find_jobs() -> tuple[list[RunningJob], list[Outside]]:
     jobs: dict[str, dict[int, Rank]] = {}
     for pid, record in records.items():
         if pid in seen:
-            jobs.setdefault(record.job, {})[record.rank] = Rank(record, seen[pid])
+            with suppress(OSError):
+                if (again := read(pid)) is not None:
+                    jobs.setdefault(again.job, {})[again.rank] = Rank(again, seen[pid], record)
     found = [RunningJob(name, ranks) for name, ranks in jobs.items()]
     alone = [Outside(rank, since, seen[pid]) for pid, (rank, since) in outside.items() if pid in seen]
     alone.sort(key=lambda each: (each.rank.zfill(10), each.process.pid))
@@ -369,7 +411,8 @@ def _rows(rank: Rank, waits: Sequence[RankWait]) -> list[tuple[str, ...]]:
         if wait.rank == rank.rank:
             late = ", ".join(map(str, sorted(wait.late)))
             since = seconds_of(wait.seconds) if wait.seconds else ""
-            rows.append((*about, wait.group.name, str(wait.number or ""), since, late, wait.what))
+            what = wait.what if blocks(rank, wait, waits) else f"{_OUTSIDE}: {wait.what}"
+            rows.append((*about, wait.group.name, str(wait.number or ""), since, late, what))
     failed = (group for group in rank.record.groups if group.failure)
     rows += [(*about, group.name, str(group.calls), "", "", f"failed: {group.failure}") for group in failed]
     return rows or [(*about, *_idle(rank.record.groups))]

@@ -63,6 +63,9 @@ class RankWait(NamedTuple):
         late: the ranks for which this rank waits.
         since: when the wait began, in seconds since 1970; 0: unknown.
         now: when the record was read.
+        posted: whether the call or the message is asynchronous and, as far as the record shows, no thread of the
+            program waits for it.
+        any: whether any one of the ranks in `late` can end the wait.
     """
 
     rank: int
@@ -72,6 +75,8 @@ class RankWait(NamedTuple):
     late: tuple[int, ...]
     since: float
     now: float
+    posted: bool = False
+    any: bool = False
 
     @property
     def seconds(self) -> float:
@@ -107,8 +112,9 @@ def waits_in(rank: int, group: GroupRecord, records: Mapping[int, Record], now: 
         since = (group.since or call.began, *(each.since for each in group.waits if each.number))
         began = min((each for each in since if each), default=0) / 1e9
         what = describe(*(call if call.call else next(same, call)).head)
-        yield RankWait(rank, group, call.number, what, late, began, now)
+        yield RankWait(rank, group, call.number, what, late, began, now, bool(group.pending))
     for message in group.waits:
         if not message.number:
             late = tuple(dict.fromkeys(message.ranks))
-            yield RankWait(rank, group, 0, message.doing, late, message.since / 1e9, now)
+            ends = not message.awaited, message.many > 1
+            yield RankWait(rank, group, 0, message.doing, late, message.since / 1e9, now, *ends)

@@ -278,3 +278,60 @@ def test_many_ranks_are_named_in_short():
     assert names([3, 1]) == "ranks 1 and 3"
     assert names(range(100)) == "ranks 0-99"
     assert names([*range(6), 8, *range(10, 13)]) == "ranks 0-5, 8 and 10-12"
+
+
+def posted(number: int, *groups: GroupRecord) -> Rank:
+    """Return a rank that computes."""
+    return rank(number, *groups, state="R", cores=1.0)
+
+
+def irecv(*ranks: int, awaited: bool = False) -> Waiting:
+    since = int((NOW - 30) * SECOND)
+    return Waiting(0, f"recv from rank {ranks[0]}", since, ranks, len(ranks), awaited)
+
+
+def test_a_posted_receive_does_not_make_a_busy_rank_wait():
+    """Rank 0 has posted a receive from rank 1 and computes; all others wait for rank 0 in a call."""
+    others = [rank(number, group(number, 16, True)) for number in (1, 2, 3)]
+    busy = posted(0, group(0, 15, False, waits=(irecv(1),)))
+    (diagnosis,) = diagnoses(busy, *others)
+    assert diagnosis.ranks == (0,)
+    assert "; it runs its own code" in diagnosis.text
+    # If a thread waits for the receive, ranks 0 and 1 wait for one another.
+    (diagnosis,) = diagnoses(posted(0, group(0, 15, False, waits=(irecv(1, awaited=True),))), *others)
+    assert diagnosis.ranks == (0, 1)
+
+
+def test_a_receive_from_any_rank_waits_for_no_circle_that_one_rank_can_end():
+    """Rank 0 receives from any rank; rank 2 waits for ranks 0 and 1 in a call, and rank 1 computes."""
+    first = rank(0, group(0, 15, False, waits=(irecv(1, 2, 3, awaited=True),)))
+    others = [rank(number, group(number, 16, True)) for number in (2, 3)]
+    (diagnosis,) = diagnoses(first, posted(1, group(1, 15, False)), *others)
+    assert diagnosis.ranks == (1,)
+    # If rank 1 is in the call as well, no rank can end the wait of rank 0.
+    (diagnosis,) = diagnoses(first, rank(1, group(1, 16, True)), *others)
+    assert diagnosis.ranks == (0, 1, 2, 3)
+
+
+def test_ranks_that_wait_for_one_another_in_messages_are_told_to_receive_first():
+    both = [rank(n, group(n, 5, False, waits=(irecv(1 - n, awaited=True),))) for n in (0, 1)]
+    (diagnosis,) = diagnoses(*both)
+    assert diagnosis.next == (
+        "let one of them send while the other receives, or post the messages by isend and irecv first"
+    )
+
+
+def test_waits_and_late_ranks_of_one_reading_alone_are_no_verdict():
+    """The records are read one after the other, so a late rank may have begun the call since."""
+    late = rank(2, group(2, 56, False), state="R")
+    for number, (earlier, found) in enumerate(
+        [
+            (group(2, 56, False), 1),  # late in both readings
+            (group(2, 57, True), 0),  # in the call in the earlier reading, so this record is inconsistent
+        ]
+    ):
+        ranks = [replace(late, earlier=replace(late.record, groups=(earlier,))), *three()]
+        assert len(diagnoses(*ranks)) == found, number
+    before = group(0, 56, True)  # the ranks that wait were in another call
+    ranks = [replace(each, earlier=replace(each.record, groups=(before,))) for each in three()]
+    assert diagnoses(*ranks, late) == []

@@ -90,6 +90,17 @@ def test_a_table_fits_into_a_terminal(monkeypatch):
     assert {line[:6] for line in lines[3:]} == {" " * 6}
 
 
+def test_reports_follow_one_another_in_a_pipe_and_replace_one_another_on_a_terminal():
+    for out, between in ((io.StringIO(), "\n"), (Terminal(), "\033[H\033[J")):
+        show = Printer(out)
+        show.anew()
+        show.say("first")
+        assert out.getvalue() == ("first\n" if between == "\n" else f"{between}first\n")
+        show.anew()
+        show.say("second")
+        assert out.getvalue().endswith(f"first\n{between}second\n")
+
+
 def test_colours_are_for_terminals_that_have_them(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     for no_color, coloured in (("", True), ("1", False)):

@@ -56,6 +56,22 @@ while rank == 1:
     pass
 dist.barrier()
 """
+ASYNCHRONOUS = """
+pair = dist.new_group([0, 1])
+if rank == 0:
+    work = dist.all_reduce(x, group=pair, async_op=True)
+    while True:
+        pass
+dist.barrier()
+"""
+POSTED = """
+dist.barrier()
+if rank == 0:
+    work = dist.irecv(x, 1)
+    while True:
+        pass
+dist.barrier()
+"""
 ON_ITS_OWN = """
 dist.barrier()
 if rank == 1:
@@ -126,7 +142,7 @@ HANGS = {  # the program; the ranks of the diagnosis, texts in it, and its end
 @contextmanager
 def hangs(folder: Path, program: str, texts: list[str], more: str) -> Iterator[dict]:
     """Yield a job whose diagnosis has these texts, as soon as all ranks have reached the hang."""
-    begin = BEGIN.replace("auto", "tcp") if program == IN_A_LOOP else BEGIN
+    begin = BEGIN.replace("auto", "tcp") if program in (IN_A_LOOP, POSTED) else BEGIN
     with job(folder, begin + program) as until:
         yield until(
             lambda found: (
@@ -165,6 +181,70 @@ def test_a_stopped_rank_is_named_to_programs_and_to_people(tmp_path):
     assert (row[1], row[3], row[5], row[6]) == ("2", "stopped", "WORLD", "6")
     waiting = [line.split("\t") for line in lines if "\t2\tall_reduce(" in line]
     assert [row[1] for row in waiting] == ["0", "1", "3"]
+
+
+@pytest.mark.parametrize(
+    ("program", "call", "what"),
+    [
+        (ASYNCHRONOUS, 1, "all_reduce(float32"),
+        pytest.param(POSTED, None, "recv from ", marks=pytest.mark.long),
+    ],
+    ids=["a call", "a message, over tcp"],
+)
+def test_a_rank_that_computes_beside_an_asynchronous_operation_is_not_shown_in_it(
+    program, call, what, tmp_path
+):
+    """Rank 1 waits for rank 0 in the barrier, and rank 0's operation for rank 1, but these are no circle."""
+    texts = [
+        "rank 0 (pid ",
+        " has not called barrier(), call ",
+        " of group WORLD, that ranks 1, 2 and 3 have",
+    ]
+    with hangs(tmp_path, program, texts, "; it runs its own code") as found:
+        (diagnosis,) = found["diagnoses"]
+        assert diagnosis["ranks"] == [0]
+        (wait,) = (wait for group in found["ranks"][0]["groups"] for wait in group["in"])
+        assert (wait["call"], wait["waits_for"], wait["is_waiting"]) == (call, [1], False)
+        shown = status(found["job"]).stdout
+    (row,) = (line.split("\t") for line in shown.splitlines() if line.startswith("-->"))
+    assert row[-1].startswith(f"its own code, with an asynchronous operation under way: {what}")
+
+
+@pytest.mark.parametrize("ends", ["the job", "Ctrl-C"])
+def test_watching_ends_with_the_job_or_by_ctrl_c(ends, tmp_path):
+    with hangs(tmp_path, UNSENT, ["rank 1 (pid "], "; it runs its own code") as found:
+        command = [sys.executable, "-u", "-m", "fastcoll", "status", "--watch", found["job"]]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+            reports, lines = 0, []
+            while reports < 2:
+                lines.append(watching.stdout.readline())
+                assert lines[-1], "it has ended"
+                reports += lines[-1].startswith("4 ranks, for ")
+            if ends == "Ctrl-C":
+                watching.send_signal(signal.SIGINT)
+            else:
+                for rank in found["ranks"]:
+                    os.kill(rank["pid"], signal.SIGKILL)
+            rest = watching.communicate(timeout=LIMIT)[0]
+    assert "\n" in lines  # between the reports
+    assert (watching.returncode, "there is no job" in rest) == (0, ends == "the job")
+
+
+def test_several_jobs_are_listed_with_their_commands(capsys):
+    jobs = [
+        running.RunningJob(name, {0: Rank(Record(name, 0, 1, "here", 1, 1, 90.0, "1", ()), process)})
+        for name in ("first", "second")
+        for process in [Process(os.getpid(), "S", command=f"python {name}.py")]
+    ]
+    running._print(jobs, [], None, False, running.Printer())
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["job", "ranks", "for", "command"]
+    assert [(row[0], row[1], row[3]) for row in lines[1:3]] == [
+        ("first", "1", "python first.py"),
+        ("second", "1", "python second.py"),
+    ]
+    running._print(jobs[:1], [], None, False, running.Printer())
+    assert not capsys.readouterr().out.startswith("job")
 
 
 @pytest.mark.long
