@@ -41,7 +41,7 @@ LAYERS = (
     ("elastic", "rpc"),
     ("testing", "torch", "jax", "bench", "ray"),
     ("torchft",),
-    ("warmup", "traced"),
+    ("warmup", "traced", "shipping"),
     ("tools",),
     ("__main__",),
 )

@@ -1,6 +1,7 @@
 """Machine code on disk, compiled by one process and loaded by the others.
 
-No process runs code that another user may have written. A file has the code of one function for one version of Python
+A wheel may ship code, which is used before any other (shipped.py); the rest of this file is about the other code. No
+process runs code that another user may have written. A file has the code of one function for one version of Python
 and Numba and one processor; the file's name has a digest of these. The file begins with a digest of everything that the
 code depends on (the *stamp*), and with a digest of the code:
 
@@ -25,12 +26,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from ..errors import ResourceError
-from . import cache_files
+from . import cache_files, shipped
 from .cache_files import digest
 from .machine_code import load, processor
 from .undisturbed import undisturbed
@@ -82,7 +83,7 @@ def _hash_sources() -> str | None:
 
 
 # Hashed at import, because the files may change before the first kernel is compiled.
-_SOURCES = _hash_sources()
+SOURCES = _hash_sources()
 
 
 class ProgressLog:
@@ -122,7 +123,7 @@ class ProgressLog:
 
     def _log_progress(self) -> None:
         # Several ranks may compile at once; all ranks do for a user's reduction. Only the holder of this lock logs.
-        folder = os.open(_PACKAGE if _SOURCES else "/", os.O_RDONLY)
+        folder = os.open(_PACKAGE if SOURCES else "/", os.O_RDONLY)
         pause = _FIRST_LOG - self._unlogged
         while not self._done.wait(pause):
             if not self._logged and not _try_lock(folder):
@@ -160,19 +161,40 @@ class KernelCache:
         self._what = what
         self._hint = f" (kept on disk; python -m fastcoll.warmup{option} does it ahead)"
         self.source = function.__code__.co_filename
-        made_for = digest(_platform(), signature.encode())
-        name = f"{function.__qualname__}-{function.__code__.co_firstlineno}-{made_for[:4].hex()}"
-        self._name = f"{os.path.splitext(os.path.basename(self.source))[0]}.{name}"
-        ours = function.__module__.partition(".")[0] == __name__.partition(".")[0]
-        own = b"ours" if ours and _SOURCES else _content(self.source)
-        self._stamp = digest(made_for, self._name.encode(), (_SOURCES or "").encode(), own)
+        self._signature = digest(signature.encode())
+        module = os.path.splitext(os.path.basename(self.source))[0]
+        name = f"{function.__qualname__}-{function.__code__.co_firstlineno}-{self._signature[:4].hex()}"
+        self._function = f"{module}.{name}"
+        self._is_ours = function.__module__.partition(".")[0] == __name__.partition(".")[0]
+        self._own = b"ours" if self._is_ours and SOURCES else _content(self.source)
         # The code of closures, and code without a source file, is not kept. A closure's values are part of its code but
         # not of the stamp; and without a source file there is no stamp.
-        self._kept = function.__closure__ is None and own != b""
+        self._kept = function.__closure__ is None and self._own != b""
+
+    @cached_property
+    def _name(self) -> str:
+        """The file's name, without an ending."""
+        return f"{self._function}.{_platform()[:4].hex()}"
+
+    @cached_property
+    def _stamp(self) -> bytes:
+        return digest(
+            _platform(), self._signature, self._function.encode(), (SOURCES or "").encode(), self._own
+        )
 
     def is_cached(self) -> bool:
         """Return whether the code is on disk, so that nothing has to be compiled."""
         return self._kept and self._found() is not None
+
+    def is_shipped(self) -> bool:
+        """Return whether the code is in the installed package."""
+        return self._shipped() is not None
+
+    def _shipped(self) -> bytes | None:
+        if not self._is_ours or not SOURCES:
+            return None
+        room = os.path.basename(os.path.dirname(self.source))
+        return shipped.code(f"{room}/{self._function}", SOURCES)
 
     def code(self, compile: Callable[[], bytes]) -> bytes:
         """Return the code on disk, or the result of `compile`.
@@ -221,6 +243,8 @@ class KernelCache:
         return code
 
     def _found(self) -> bytes | None:
+        if (code := self._shipped()) is not None:
+            return code
         for folder in cache_files.folders(self.source):
             content = cache_files.read(folder, f"{self._name}.code", self.source)
             if content is None:

@@ -15,6 +15,7 @@ import logging
 import os
 import stat
 from contextlib import suppress
+from io import FileIO
 
 from .. import config
 from ..errors import ResourceError
@@ -66,19 +67,31 @@ def writable(source: str) -> str:
 
 def read(folder: str, name: str, source: str) -> bytes | None:
     """Return the content of a file in one of the `folders`, or None if it is missing or not trusted."""
+    file = opened(folder, name, source)
+    if file is None:
+        return None
+    with file, suppress(OSError):
+        return file.readall()
+    return None
+
+
+def opened(folder: str, name: str, source: str) -> FileIO | None:
+    """Return an open file with code of `source`, or None if it is missing, not trusted or no regular file."""
     with suppress(OSError):
         inside = os.open(folder, _FOLDER)
         try:
-            file = os.open(name, _FILE, dir_fd=inside)
-            with os.fdopen(file, "rb", buffering=0) as opened:
-                states = {folder: os.fstat(inside), f"{folder}/{name}": os.fstat(file)}
-                for path, state in states.items():
-                    if why := openness(state, source):
-                        _warn_of(path, why)
-                        return None
-                return opened.readall() if stat.S_ISREG(states[f"{folder}/{name}"].st_mode) else None
+            file = FileIO(os.open(name, _FILE, dir_fd=inside))
+            states = {folder: os.fstat(inside), f"{folder}/{name}": os.fstat(file.fileno())}
         finally:
             os.close(inside)
+        for path, state in states.items():
+            if why := openness(state, source):
+                _warn_of(path, why)
+                break
+        else:
+            if stat.S_ISREG(state.st_mode):
+                return file
+        file.close()
     return None
 
 

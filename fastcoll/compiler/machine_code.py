@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ..errors import UnavailableError
+from .levels import OSXSAVE, Cpuid
 
 SYMBOL = "fastcoll.code"
 """The name, in the object file, of the function whose address `load` returns."""
@@ -255,6 +256,9 @@ def python_function(address: int, name: str, doc: str) -> Callable[..., Any]:
 # void cpuid(uint32 leaf, uint32 subleaf, uint32 *registers)
 _CPUID = bytes.fromhex("53 4989d0 89f8 89f1 0fa2 418900 41895804 41894808 4189500c 5b c3")
 
+# uint64 xgetbv(void): XCR0, the registers that the operating system saves
+_XGETBV = bytes.fromhex("31c9 0f01d0 48c1e220 4809d0 c3")
+
 # The leaves that LLVM reads for the processor's name and features. Register 1 of leaf 1 has the number of the core that
 # executes cpuid, so `processor` clears it. Leaf 13 reports which registers the operating system saves.
 _LEAVES = [(0, 0), (1, 0), (7, 0), (7, 1), (13, 0), (13, 1), (20, 0), (25, 0), (30, 1), (36, 0)]
@@ -271,18 +275,41 @@ def processor() -> bytes:
         with open("/proc/cpuinfo", "rb") as file:
             lines = set(file.read().splitlines())
         return b"".join(sorted(line for line in lines if line.startswith((b"CPU ", b"Features"))))
-    address = _reserve(len(_CPUID))
-    _fill(address, _CPUID)
-    ask = ctypes.CFUNCTYPE(None, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p)(address)
-    answers, registers = [], (ctypes.c_uint32 * 4)()
+    answers = []
     most = {0: 0, 1 << 31: 1 << 31}  # last leaf of each range; beyond it cpuid returns another leaf's values
     for leaf, sub in _LEAVES:
         first = leaf & 1 << 31
         if leaf <= most[first]:
-            ask(leaf, sub, registers)
+            registers = _registers(leaf, sub)
             if leaf == first:
                 most[first] = registers[0]
             if leaf == 1:
                 registers[1] = 0
             answers.append(bytes(registers))
     return b"".join(answers)
+
+
+def cpuid() -> Cpuid:
+    """Return what tells this processor's level; zeros if it is no x86-64."""
+    if os.uname().machine != "x86_64":
+        return Cpuid(0, 0, 0, 0)
+    highest, leaf1 = _registers(0)[0], _registers(1)[2]
+    leaf7 = _registers(7)[1] if highest >= 7 else 0
+    saved = ctypes.CFUNCTYPE(ctypes.c_uint64)(_mapped(_XGETBV))() if leaf1 & OSXSAVE else 0
+    return Cpuid(leaf1, leaf7, _registers((1 << 31) + 1)[2], saved)
+
+
+def _registers(leaf: int, sub: int = 0) -> Any:
+    """Return eax, ebx, ecx and edx after cpuid."""
+    ask = ctypes.CFUNCTYPE(None, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p)(_mapped(_CPUID))
+    registers = (ctypes.c_uint32 * 4)()
+    ask(leaf, sub, registers)
+    return registers
+
+
+@cache
+def _mapped(code: bytes) -> int:
+    """Return the address of code, which stays mapped."""
+    address = _reserve(len(code))
+    _fill(address, code)
+    return address

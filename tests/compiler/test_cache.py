@@ -278,7 +278,7 @@ def compiles(own_folder):
     cache._platform.cache_clear()
 
 
-STATES = {"the package": ("_SOURCES", "new"), "its own file": ("_content", lambda path: b"new")}
+STATES = {"the package": ("SOURCES", "new"), "its own file": ("_content", lambda path: b"new")}
 
 
 @pytest.mark.parametrize("changed", STATES)
