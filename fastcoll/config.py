@@ -221,14 +221,19 @@ def warn_of_unknown() -> None:
         _log.warning("the environment variable %s is no setting of fastcoll; %s", name, cure)
 
 
+OF_THE_BUILD = "FASTCOLL_BUILD_LEVELS"
+"""What only the build of a wheel reads (docs/startup.md); an image may set it for programs, too."""
+
+
 def unknown(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the FASTCOLL_* variables that are not settings, each with a hint which setting was probably meant."""
     found = {}
-    for name in sorted(name for name in environ if name.startswith(_PREFIX) and name not in SETTINGS):
+    known = {*SETTINGS, OF_THE_BUILD}
+    for name in sorted(name for name in environ if name.startswith(_PREFIX) and name not in known):
         import difflib
 
         near = difflib.get_close_matches(
-            name.removeprefix(_PREFIX), [known.removeprefix(_PREFIX) for known in SETTINGS], 1
+            name.removeprefix(_PREFIX), [each.removeprefix(_PREFIX) for each in SETTINGS], 1
         )
         found[name] = f"did you mean {_PREFIX}{near[0]}?" if near else f"there are {', '.join(SETTINGS)}"
     return found

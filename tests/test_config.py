@@ -65,3 +65,8 @@ def test_an_unknown_variable_with_our_prefix(
     )
     assert timeout.endswith("FASTCOLL_TIMOUT is no setting of fastcoll; did you mean FASTCOLL_TIMEOUT?")
     assert "FASTCOLL_X is no setting of fastcoll; there are FASTCOLL_TIMEOUT, FASTCOLL_WARN_AFTER," in other
+
+
+def test_what_only_a_build_reads_is_no_unknown_variable() -> None:
+    assert config.unknown({config.OF_THE_BUILD: "all", "PATH": "/"}) == {}
+    assert [*config.unknown({"FASTCOLL_BUILD_LEVEL": "all"})] == ["FASTCOLL_BUILD_LEVEL"]
