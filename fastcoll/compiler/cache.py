@@ -196,36 +196,38 @@ class KernelCache:
         room = os.path.basename(os.path.dirname(self.source))
         return shipped.code(f"{room}/{self._function}", SOURCES)
 
-    def code(self, compile: Callable[[], bytes]) -> bytes:
-        """Return the code on disk, or the result of `compile`.
+    def load(self, compile: Callable[[], bytes]) -> int:
+        """Load the code on disk, or the result of `compile`; return the address of the function.
 
-        The result is written to disk. Other processes that need the same code wait for it.
+        The result is written to disk, once it is loaded: code that cannot be loaded is not kept. Other processes that
+        need the same code wait for it.
         """
         if not self._kept:
-            return undisturbed(partial(self._compiled, compile, ""))
+            return load(undisturbed(partial(self._compiled, compile, "")))
         found = self._found()
-        if found is None:
-            try:
-                folder = cache_files.writable(self.source)
-            except ResourceError as error:
-                self._warn(str(error))
-                return undisturbed(partial(self._compiled, compile, ""))
-            lock = _acquire(f"{folder}/{self._name}.lock")
-            found = undisturbed(partial(self._compiled_under_lock, compile, folder, lock))
-        return found
+        if found is not None:
+            return load(found)
+        try:
+            folder = cache_files.writable(self.source)
+        except ResourceError as error:
+            self._warn(str(error))
+            return load(undisturbed(partial(self._compiled, compile, "")))
+        lock = _acquire(f"{folder}/{self._name}.lock")
+        return undisturbed(partial(self._load_under_lock, compile, folder, lock))
 
-    def _compiled_under_lock(self, compile: Callable[[], bytes], folder: str, lock: int | None) -> bytes:
-        """Return the code; compile and write it if no other process has.
+    def _load_under_lock(self, compile: Callable[[], bytes], folder: str, lock: int | None) -> int:
+        """Load the code; compile and write it if no other process has.
 
         This process holds the lock, which is released at the end.
         """
         try:
             found = self._found()
-            if found is None:
-                found = self._compiled(compile, self._hint)
-                load(found)  # code that cannot be loaded raises here, and is not kept
-                self._keep(folder, found)
-            return found
+            if found is not None:
+                return load(found)
+            code = self._compiled(compile, self._hint)
+            address = load(code)
+            self._keep(folder, code)
+            return address
         finally:
             if lock is not None:
                 os.close(lock)

@@ -18,7 +18,7 @@ from typing import Any
 from .. import config
 from ..system.forks import at_fork
 from .cache import KernelCache
-from .machine_code import load, python_function
+from .machine_code import python_function
 
 
 @atexit.register
@@ -158,9 +158,7 @@ class Entry:
         """Compile the function, or load it from disk, unless that has been done."""
         with _compiling:
             if self.call == self._first_call:
-                self.call = python_function(
-                    load(self.cache().code(self._compile)), self.name, self.__doc__ or ""
-                )
+                self.call = python_function(self.cache().load(self._compile), self.name, self.__doc__ or "")
 
     def cache(self) -> KernelCache:
         """Return the cache file of this entry's code."""
@@ -215,4 +213,4 @@ def c_function(
         return compiling.c_function(function, signature)
 
     with _compiling:
-        return load(KernelCache(function, what, variant, option).code(compile))
+        return KernelCache(function, what, variant, option).load(compile)

@@ -290,7 +290,7 @@ def processor() -> bytes:
 
 
 def cpuid() -> Cpuid:
-    """Return what tells this processor's level; zeros if it is no x86-64."""
+    """Return the registers that determine this processor's level; zeros on processors other than x86-64."""
     if os.uname().machine != "x86_64":
         return Cpuid(0, 0, 0, 0)
     highest, leaf1 = _registers(0)[0], _registers(1)[2]
