@@ -263,9 +263,11 @@ class Progress:
             raise UsageError(f"waiting for {transfer.describe}: a Work's callback may not wait for messages")
         if transfer.is_small and len(self._pipes) == 1 and limit >= ENDLESS and not self.inbox:
             self._complete_small(transfer)
+        if transfer.ended:
+            return True
         transfer.is_awaited = True
         try:
-            return transfer.ended or self.drive_until(transfer, limit)
+            return self.drive_until(transfer, limit)
         finally:
             transfer.is_awaited = False
 
