@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -28,18 +29,20 @@ from fastcoll.launch.lifeline import children_of
 from fastcoll.system.processes import status_of
 
 SECONDS = 300.0  # the slowest test without a mark took 44 s in CI
-_all: list[Limits] = []  # the plugin of this process, if pytest runs in it
 
 
 class Limits:
     """The plugin, which sends the beginning and end of each test to the other process."""
+
+    current: ClassVar[Limits | None] = None
+    """The plugin of this process, if pytest runs in it."""
 
     def __init__(self) -> None:
         """Start the other process; its messages go where this one's go now, so capture must be off."""
         self._folder = tempfile.TemporaryDirectory()
         self._stacks = Path(self._folder.name) / "stacks"
         self.sent: list[float | None] = [None, None, 0.0]
-        _all[:] = [self]
+        Limits.current = self
         self._clock = subprocess.Popen(
             [sys.executable, __file__, str(os.getpid()), str(self._stacks)],
             stdin=subprocess.PIPE,
@@ -85,14 +88,16 @@ def unlimited() -> Iterator[None]:
 
     The block needs a limit of its own.
     """
-    before = [(limits, *limits.sent[:2]) for limits in _all]
-    for limits, _, _ in before:
-        limits.set_limit(None)
+    limits = Limits.current
+    if limits is None:
+        yield
+        return
+    limit, again, _ = limits.sent
+    limits.set_limit(None)
     try:
         yield
     finally:
-        for limits, limit, again in before:
-            limits.set_limit(limit, again)
+        limits.set_limit(limit, again)
 
 
 def descendants(pid: int, since: float) -> list[int]:

@@ -291,13 +291,22 @@ def test_a_timeout_that_is_set_later_applies_to_messages(rank, world_size, backe
     group.close()
 
 
-@pytest.mark.ranks(2)
-def test_the_timeout_of_two_ranks_in_send_names_the_cause(rank, world_size):
+BOTH_IN_SEND = r"a message of rank 1 .*: if both ranks wait in send, neither"
+
+
+def group_whose_rank_1_has_sent(rank):
+    """Return a new group, whose timeout on rank 0 is short from the moment that the message of rank 1 is there."""
     group = dist.new_group()
     if rank == 0:
         dist.probe(1, group=group)
-        group.timeout = 0.2  # only now, as rank 1 may be late
-    with pytest.raises(dist.GroupError, match=r"a message of rank 1 .*: if both ranks wait in send, neither"):
+        group.timeout = 0.2
+    return group
+
+
+@pytest.mark.ranks(2)
+def test_the_timeout_of_two_ranks_in_send_names_the_cause(rank, world_size):
+    group = group_whose_rank_1_has_sent(rank)
+    with pytest.raises(dist.GroupError, match=BOTH_IN_SEND):
         dist.send(np.ones(3), 1 - rank, group=group)
     dist.barrier()
 
@@ -305,15 +314,10 @@ def test_the_timeout_of_two_ranks_in_send_names_the_cause(rank, world_size):
 @pytest.mark.ranks(2)
 def test_the_timeout_of_a_send_after_a_pending_isend_names_the_cause(rank, world_size):
     """The isend is older, so its deadline ends the group."""
-    group = dist.new_group()
-    if rank == 0:
-        dist.probe(1, group=group)
-        group.timeout = 0.2  # only now, as rank 1 may be late
+    group = group_whose_rank_1_has_sent(rank)
     works = [dist.isend(np.ones(3), 1, group=group)] if rank == 0 else []
     calls = [*(work.wait for work in works), partial(dist.send, np.ones(3), 1 - rank, group=group)]
     for call in reversed(calls):
-        with pytest.raises(
-            dist.GroupError, match=r"a message of rank 1 .*: if both ranks wait in send, neit"
-        ):
+        with pytest.raises(dist.GroupError, match=BOTH_IN_SEND):
             call()
     dist.barrier()
