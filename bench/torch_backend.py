@@ -136,12 +136,13 @@ def measure(
 
 
 def check(x: Any, name: str, call: Callable[[], Any]) -> None:
-    """Check the sum over the ranks, of integers that every dtype has; x has other values afterwards."""
+    """Check the sum over the ranks, of integers that the dtype has; x has other values afterwards."""
     import torch
     import torch.distributed as dist
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    x.copy_(torch.arange(len(x)).remainder_(16).add_(rank))
+    values = 1000 if x.dtype == torch.float32 else 16
+    x.copy_(torch.arange(len(x)).remainder_(values).add_(rank))
     expected = x.sub(rank).mul_(ranks).add_(sum(range(ranks)))
     call()
     if not torch.equal(x, expected):
