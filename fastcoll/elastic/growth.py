@@ -21,7 +21,7 @@ from ..job.lease import StoreLease
 from ..job.leaving import close
 from ..job.world import current_job, replace_job
 from ..rendezvous.join import join
-from ..system.processes import forget, gone_among
+from ..system.processes import describe_gone, forget, gone_among
 
 
 class Attempt(NamedTuple):
@@ -86,7 +86,7 @@ def _join(join_queue: JoinQueue, attempt: Attempt, undo: ExitStack) -> StoreLeas
 
     def look() -> None:
         if gone := gone_among(before.lease.members):
-            raise PeerDiedError(f"{', '.join(map(str, gone))} died", [member.rank for member in gone])
+            raise PeerDiedError(describe_gone(gone), [member.rank for member in gone])
         if attempt.joiners and (left := join_queue.gone(attempt.joiners)):
             raise PeerDiedError(f"{len(left)} joiners died while they joined")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -55,7 +55,7 @@ class StoreLease:
         counts = self.store.peek([f"settled/{member.rank}" for member in self.members])
         return [int(count or 0) for count in counts]
 
-    def leave(self, grace: float, gone: Sequence[Member] = (), exit_reason: str = "") -> None:
+    def leave(self, grace: float, gone: Iterable[Member] = (), exit_reason: str = "") -> None:
         """Release the store. Rank 0 first waits until no living rank needs the store, but at most `grace` seconds.
 
         Args:
@@ -74,7 +74,7 @@ class StoreLease:
             self.store.set_timeout(before)
             self.close_store()
 
-    def _await_others(self, grace: float, gone: Sequence[Member]) -> None:
+    def _await_others(self, grace: float, gone: Iterable[Member]) -> None:
         """Wait until every living rank has finished making as many groups as this rank."""
         started, warning = time.monotonic(), LateWarning()
         while True:

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from ..core.monitor import FAILED, IN_ORDER, LEAVING, LEFT, Monitor
 from ..errors import CollectiveTimeoutError, GroupError, PeerDiedError
 from ..system.interfaces import watch
-from ..system.processes import Member, dead_among
+from ..system.processes import Member, dead_among, describe_gone
 
 _MAGIC = b"FASTNOTE"
 MOST_RANKS = 16
@@ -244,10 +244,10 @@ class NetMonitor(Monitor):
         self._control.look()
         return self._state(rank) in (LEFT, FAILED) or rank in {**self._broken, **self._control.lost}
 
-    def lost_processes(self) -> list[Member]:
+    def lost_processes(self) -> dict[Member, str]:
         """Return the members with a broken connection that have neither left nor failed; for `gone_among`."""
         self._control.look()
-        return [self.members[rank] for rank in self._suspects()]
+        return self._suspects()
 
     def has_left(self, rank: int) -> bool:
         self._control.look()
@@ -273,7 +273,7 @@ class NetMonitor(Monitor):
 
     def _death(self, proven: set[Member], doing: str) -> PeerDiedError | None:
         """Return the error for the members that died, as far as this rank and the notices show; None: none died."""
-        suspects = {self.members[rank]: how for rank, how in self._suspects().items()}
+        suspects = self._suspects()
         # The first notice that reports the death of a rank other than this one.
         notices, me = list(self._control.received.values()), self.members[self.rank].rank
         report = next((each for each in notices if each.died and set(each.ranks) - {me}), None)
@@ -282,21 +282,16 @@ class NetMonitor(Monitor):
         culprits = sorted(proven | set(suspects) | reported_members, key=lambda member: member.rank)
         if not culprits:
             return None
-        names = ", ".join(map(str, culprits))
-        if proven.issuperset(culprits):
-            text = f"{names} died; {doing}"
-        else:
-            how = ", ".join(dict.fromkeys(suspects.values()))
-            text = f"{names} died or lost its connection{f' ({how})' if how else ''}; {doing}"
-        error = PeerDiedError(text, [member.rank for member in culprits])
+        gone = {member: None if member in proven else suspects.get(member, "") for member in culprits}
+        error = PeerDiedError(f"{describe_gone(gone)}; {doing}", [member.rank for member in culprits])
         if report is not None and reported == set(error.ranks):
             self._taken = (error, report)
         return error
 
-    def _suspects(self) -> dict[int, str]:
-        """Return {group rank: how a connection to it broke}, without the ranks that have left or failed."""
+    def _suspects(self) -> dict[Member, str]:
+        """Return {member: how a connection to it broke}, without the members that have left or failed."""
         broken = {**self._broken, **self._control.lost}
-        return {rank: how for rank, how in broken.items() if self._is_present(rank)}
+        return {self.members[rank]: how for rank, how in broken.items() if self._is_present(rank)}
 
     def _publish(self, state: int, reason: str) -> None:
         notice = Notice(state, self.rank, text=reason)

@@ -15,7 +15,7 @@ from .. import config, failpoints
 from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
 from ..rendezvous.assemble import GroupMeeting
 from ..store import Store
-from ..system.processes import Member, gone_among
+from ..system.processes import Member, describe_gone, gone_among
 from . import tuning_table
 from .autotune import allowed_algorithms
 from .layout import ALGORITHMS, ATTACHED, LINE, ONE_SHOT_LIMIT, QUOTA, Layout, plan
@@ -131,10 +131,10 @@ def await_all(
         late: returns the group ranks that have not completed the step.
         do: the step that the ranks must complete, as a verb for error messages.
     """
-    next_look, dead = time.monotonic() + _LOOK_SECONDS, list[Member]()
+    next_look, dead = time.monotonic() + _LOOK_SECONDS, dict[Member, str | None]()
     while missing := [members[r].rank for r in late()]:
         if dead:
-            raise PeerDiedError(f"{', '.join(map(str, dead))} died while {_DOING}", [m.rank for m in dead])
+            raise PeerDiedError(f"{describe_gone(dead)} while {_DOING}", [m.rank for m in dead])
         time.sleep(0.0002)
         if time.monotonic() < next_look:
             continue

@@ -250,10 +250,11 @@ class _FullError(ConnectionError):
 
 
 class LostError(StoreError, ConnectionError):
-    """The other end closed the connection, or its machine is gone."""
+    """The other end closed the connection, or its machine is gone; `reason` is the kernel's error, if there is one."""
 
-    def __init__(self, where: str) -> None:
-        super().__init__(f"the process that holds the store at {where} (rank 0) is gone")
+    def __init__(self, where: str, reason: OSError | None = None) -> None:
+        why = f" ({reason.strerror})" if reason is not None and reason.strerror else ""
+        super().__init__(f"the process that holds the store at {where} (rank 0) is gone{why}")
 
 
 class TCPConnection:
@@ -307,7 +308,7 @@ class TCPConnection:
         try:
             place = place_of(*self._socket.getpeername()[:2])
         except OSError as error:  # the connection was reset
-            raise LostError(self._where) from error
+            raise LostError(self._where, error) from error
         dialing = Dialing(Endpoint(self._name, 1, 2, secret, bool(secret)), 0, ConnectionKind.STORE, 0, place)
         self.send(dialing.opening, deadline)
         try:
@@ -373,7 +374,7 @@ class TCPConnection:
         except TimeoutError as error:
             raise StalledError(_stalled(self._where)) from error
         except OSError as error:
-            raise LostError(self._where) from error
+            raise LostError(self._where, error) from error
 
 
 def connect(
@@ -416,7 +417,7 @@ def connect(
         except OSError as error:
             reason = error
             if was_there and isinstance(error, ConnectionRefusedError):
-                raise LostError(where) from error
+                raise LostError(where, error) from error
         full_since = min(full_since, time.monotonic()) if isinstance(reason, _FullError) else float("inf")
         if time.monotonic() - full_since >= min(_FULL_SECONDS, timeout):
             raise ResourceError(

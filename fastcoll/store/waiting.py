@@ -12,7 +12,7 @@ from functools import partial
 
 from .. import config
 from ..errors import PeerDiedError, StoreError, StoreTimeoutError
-from ..system.processes import Member, ProcessId, gone_among
+from ..system.processes import Member, ProcessId, describe_gone, gone_among
 from .store import StalledError, Store, listed
 
 logger = logging.getLogger("fastcoll")
@@ -125,11 +125,11 @@ def _unset(store: Store, keys: Sequence[str]) -> str:
 
 def death_among(members: Sequence[ProcessId], doing: str) -> PeerDiedError | None:
     """Return the error that names the members whose process has ended, or None. Never blocks."""
-    dead = gone_among(members)
-    if not dead:
+    gone = gone_among(members)
+    if not gone:
         return None
-    ranks = [process.rank for process in dead if isinstance(process, Member)]
-    return PeerDiedError(f"{doing}: {', '.join(map(str, dead))} died", ranks)
+    ranks = [process.rank for process in gone if isinstance(process, Member)]
+    return PeerDiedError(f"{doing}: {describe_gone(gone)}", ranks)
 
 
 def raise_if_dead(members: Sequence[ProcessId], doing: str) -> None:

@@ -16,10 +16,10 @@ import logging
 import os
 import select
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from .._version import __version__
 from ..errors import StoreError
@@ -150,20 +150,31 @@ def dead_among(processes: Iterable[P]) -> list[P]:
 class Witness(Protocol):
     """An object that has connections with processes, also with those that are out of sight."""
 
-    def lost_processes(self) -> Iterable[ProcessId]:
-        """Return the processes whose connection has ended although they had not left or failed. Never blocks."""
+    def lost_processes(self) -> Mapping[Any, str]:
+        """Return {process: how its connection ended} for those that had not left or failed. Never blocks."""
 
 
 witnesses: set[Witness] = set()
 """The witnesses that `gone_among` asks; an object is in this set as long as it has connections."""
 
 
-def gone_among(processes: Iterable[P]) -> list[P]:
-    """Return the processes that are dead, or that a witness has lost. Never blocks."""
+def gone_among(processes: Iterable[P]) -> dict[P, str | None]:
+    """Return the processes that are proven dead (None), or lost (how the connection ended). Never blocks."""
     asked = list(processes)
-    gone: set[ProcessId] = {*dead_among(asked)}
-    gone.update(*(witness.lost_processes() for witness in list(witnesses)))
-    return [process for process in asked if process in gone]
+    gone: dict[ProcessId, str | None] = {}
+    for witness in list(witnesses):
+        gone.update(witness.lost_processes())
+    gone.update(dict.fromkeys(dead_among(asked)))
+    return {process: gone[process] for process in asked if process in gone}
+
+
+def describe_gone(gone: Mapping[P, str | None]) -> str:
+    """Say for error texts who is gone and how, as `gone_among` returns it; an empty text means that it is unknown."""
+    names = ", ".join(map(str, gone))
+    if all(how is None for how in gone.values()):
+        return f"{names} died"
+    how = ", ".join(dict.fromkeys(filter(None, gone.values())))
+    return f"{names} died or lost its connection{f' ({how})' if how else ''}"
 
 
 def forget(processes: Iterable[ProcessId]) -> None:

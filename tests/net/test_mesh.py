@@ -229,14 +229,19 @@ def test_a_connected_group_names_the_lost_rank() -> None:
     """Only its connections show the death of an invisible process, also to ranks that wait for something else."""
     members = [elsewhere(each) for each in crew(3)]
     made = make_all(3, members=members)
-    assert processes.gone_among(members) == []
+    assert processes.gone_among(members) == {}
     made[1].close()
     made[2].monitor.leave()
     made[2].close()
     assert isinstance(died_of(made[0]), PeerDiedError)
-    assert processes.gone_among(members) == members[1:2]
+    gone = processes.gone_among(members)
+    assert gone == {members[1]: "it closed the connection"}
+    assert (
+        processes.describe_gone(gone)
+        == f"{members[1]} died or lost its connection (it closed the connection)"
+    )
     made[0].close()
-    assert processes.gone_among(members) == []
+    assert processes.gone_among(members) == {}
 
 
 @pytest.mark.parametrize("text", ["null", "[]", "[1]", '{"names": []}', "[" * 5000, '[{"names": 3}, {}]'])

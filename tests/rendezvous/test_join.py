@@ -247,7 +247,7 @@ def test_fetch_for_returns_keys_that_a_member_set_before_it_died(
     """This process did not see them earlier, as it waited for a core or for the store."""
     member = Member.here(1, 2, "shm")
     monkeypatch.setattr(waiting, "SLICE_SECONDS", 0.01)
-    monkeypatch.setattr(waiting, "gone_among", lambda _: [member])
+    monkeypatch.setattr(waiting, "gone_among", lambda _: {member: None})
     got = fetch_for(store, ["a"], [member], LIMIT, "testing", lambda: store.set("a", "last"))
     assert got == [b"last"]
 
