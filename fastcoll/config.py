@@ -144,7 +144,7 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_FAILPOINT": Setting(
         failpoints.parse,
         "",
-        "failpoints, where ranks fail on purpose in tests: NAME:ACTION[=VALUE][@N][#RANK],... (docs/failpoints.md)",
+        "failpoints, where ranks fail on purpose in tests: `NAME:ACTION[=VALUE][@N][#RANK],...` (docs/failpoints.md)",
     ),
     "FASTCOLL_TRACE_DIR": Setting(
         str, "", "folder into which ranks write their calls and stacks when an error occurs"

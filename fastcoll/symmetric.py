@@ -45,7 +45,7 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float64, group: Grou
         ResourceError: /dev/shm is too small; all ranks raise this error.
         UnavailableError: the group's backend has no shared memory.
 
-    Example:
+    Examples:
         >>> x = fastcoll.symmetric.empty(1 << 20, np.float32)
         >>> x[:] = fastcoll.get_rank()
         >>> fastcoll.all_reduce(x)  # without staging

@@ -67,7 +67,7 @@ def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, as
             group stays usable.
         GroupError: a rank died (PeerDiedError), or did not call in time (CollectiveTimeoutError); the group has failed.
 
-    Example:
+    Examples:
         >>> x = np.full(3, dist.get_rank() + 1.0)
         >>> dist.all_reduce(x)  # two ranks: array([3., 3., 3.])
     """
@@ -161,7 +161,7 @@ def scan(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op
         tensor: an array with the same dtype and number of elements on all ranks.
         op, group, async_op, result and errors: as for `all_reduce`.
 
-    Example:
+    Examples:
         >>> x = np.ones(1)
         >>> dist.scan(x)  # rank r: array([r + 1.])
     """
@@ -214,7 +214,7 @@ def all_gather(tensor_list: Any, tensor: Any = None, group: Group = None, async_
         tensor: this rank's array; any fixed-size dtype.
         group, async_op and errors: as for `all_reduce`.
 
-    Example:
+    Examples:
         >>> parts = [np.empty(2) for _ in range(dist.get_world_size())]
         >>> dist.all_gather(parts, np.full(2, float(dist.get_rank())))
         >>> of_all = dist.all_gather(np.arange(dist.get_rank()))
@@ -444,7 +444,7 @@ def reduce_scatter_tensor(
         input_split_sizes: for each rank, the number of rows of its part along `input`'s first dimension, like the
             counts of MPI's Reduce_scatter. The list is the same on all ranks, and may have zeros. None: equal parts.
 
-    Example:
+    Examples:
         >>> x, out = np.ones(5), np.empty([2, 3][dist.get_rank()])
         >>> dist.reduce_scatter_tensor(out, x, input_split_sizes=[2, 3])  # two ranks: [2. 2.] and [2. 2. 2.]
     """
@@ -504,7 +504,7 @@ def all_to_all_single(
         output_split_sizes, input_split_sizes: the number of rows of each block; None: equal blocks.
         group, async_op and errors: as for `all_reduce`.
 
-    Example:
+    Examples:
         >>> x = np.arange(4) + 4 * dist.get_rank()
         >>> out = np.empty_like(x)
         >>> dist.all_to_all_single(out, x)  # two ranks: [0 1 4 5] and [2 3 6 7]

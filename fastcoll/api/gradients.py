@@ -53,7 +53,7 @@ class GradientReducer:
     Raises:
         UsageError: `params` is empty, an argument is wrong, or `travel` does not suit a dtype.
 
-    Example:
+    Examples:
         >>> reducer = dist.GradientReducer({"w": w, "b": b})
         >>> reducer.grads["b"][:] = error.sum(0)
         >>> reducer.grads["w"][:] = x.T @ error

@@ -41,7 +41,7 @@ def all_reduce_multigpu(
         tensor_list: one array for each GPU; all have the same dtype and number of elements, all lists the same length.
         op, group, async_op and errors: as for `all_reduce`.
 
-    Example:
+    Examples:
         >>> xs = [cupy.ones(3), cupy.ones(3)]
         >>> dist.all_reduce_multigpu(xs)  # two ranks: four arrays, each becomes [4, 4, 4]
     """

@@ -45,7 +45,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
             raise MismatchError with the reason; if the call is `send_object_list`, the receiver raises UsageError.
         GroupError: a rank died (PeerDiedError), or did not call in time (CollectiveTimeoutError); the group has failed.
 
-    Example:
+    Examples:
         >>> names = [None] * dist.get_world_size()
         >>> dist.all_gather_object(names, os.uname().nodename)
     """

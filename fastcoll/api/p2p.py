@@ -67,7 +67,7 @@ def recv(
         UsageError: an argument is wrong, or the array cannot hold the message (MismatchError); the group stays usable.
         GroupError: a rank died (PeerDiedError), or did not call in time (CollectiveTimeoutError); the group has failed.
 
-    Example:
+    Examples:
         >>> if dist.get_rank() == 0:
         ...     dist.send(np.arange(3), dst=1)
         ... else:
@@ -152,7 +152,7 @@ def send_init(
         UsageError: an argument is wrong; the group stays usable.
         GroupError: the group has failed.
 
-    Example:
+    Examples:
         >>> request = dist.send_init(x, dst=1)
         >>> for _ in range(10):
         ...     request.start()
@@ -220,7 +220,7 @@ def probe(
         UsageError: an argument is wrong; the group stays usable.
         GroupError: a rank died (PeerDiedError), or did not call in time (CollectiveTimeoutError); the group has failed.
 
-    Example:
+    Examples:
         >>> status = dist.probe()
         >>> x = np.empty(status.count)
         >>> dist.recv(x, status.source, tag=status.tag)
@@ -414,7 +414,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         UsageError: an operation is wrong, the list is empty, or the groups differ; nothing was posted.
         GroupError: the group has failed. `wait` of the Works raises later failures.
 
-    Example:
+    Examples:
         >>> right, left = (rank + 1) % size, (rank - 1) % size
         >>> ops = [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, y, left)]
         >>> for work in dist.batch_isend_irecv(ops):

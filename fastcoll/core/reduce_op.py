@@ -74,7 +74,7 @@ class ReduceOp:
         Raises:
             UsageError: `function` cannot be called with two arguments.
 
-        Example:
+        Examples:
             >>> absmax = ReduceOp.custom(lambda a, b: a if abs(a) >= abs(b) else b, "absmax")
         """
         if not callable(function):

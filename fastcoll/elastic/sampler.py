@@ -37,7 +37,7 @@ class Sampler:
     Raises:
         UsageError: `n` or `batch` is not positive.
 
-    Example:
+    Examples:
         >>> while state.sampler.epoch < 10:
         ...     for mine in state.sampler:
         ...         learn(x[mine])

@@ -32,7 +32,7 @@ class State:
     Raises:
         UsageError: an attribute would hide a method.
 
-    Example:
+    Examples:
         >>> state = elastic.State(weights=np.zeros(10), step=0)
         >>> state.step += 1
         >>> state.commit()

@@ -117,7 +117,7 @@ def run(
 
     If `train` raises another exception, it is raised on this rank, which leaves the job; the other ranks go on.
 
-    Example:
+    Examples:
         >>> @elastic.run(min_ranks=2)
         ... def train(state):
         ...     while state.step < 1000:

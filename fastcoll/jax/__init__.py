@@ -53,7 +53,7 @@ def all_reduce(x: Any, op: ReduceOp = ReduceOp.SUM, *, group: Group = None, toke
             timeout), with the text of fastcoll's error. It is raised where the caller waits for the program's results.
             If JAX does not run the program asynchronously but at once, a ValueError is raised instead.
 
-    Example:
+    Examples:
         >>> jax.jit(fj.all_reduce)(jnp.ones(3))  # two ranks: Array([2., 2., 2.])
     """
     return _called(_site("all_reduce", group, token, op=_checked(op)), [x], token)

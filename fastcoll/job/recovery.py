@@ -72,7 +72,7 @@ def shrink(group: Group = None, timeout: Timeout = None) -> ProcessGroup:
     A network partition looks like the death of the other side: each side then continues on its own. If that matters,
     check the new group's size.
 
-    Example:
+    Examples:
         >>> try:
         ...     dist.all_reduce(x)
         ... except dist.GroupError:

@@ -37,7 +37,7 @@ class shared_arrays:
     arrays. If less than a sixteenth of /dev/shm is free, or /dev/shm is missing, arrays are ordinary, and the log has
     one warning. A child made by fork gets copies of all shared arrays.
 
-    Example:
+    Examples:
         >>> with fastcoll.shared_arrays():
         ...     x = np.ones(1 << 20, np.float32)
         ...     y = 2 * x  # shared as well

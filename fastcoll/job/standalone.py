@@ -59,7 +59,7 @@ def group_from_store(
         RendezvousError: the others did not join in time (StoreTimeoutError), or the store is lost.
         PeerDiedError: a member that had joined died before all had joined.
 
-    Example:
+    Examples:
         >>> group = dist.group_from_store(store, rank, 4)
         >>> dist.all_reduce(x, group=group)
     """

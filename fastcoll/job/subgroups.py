@@ -63,7 +63,7 @@ def new_group(
         MismatchError: members passed different `ranks`; the message has both.
         PeerDiedError, StoreTimeoutError: a member died, or did not call this in time.
 
-    Example:
+    Examples:
         >>> even = dist.new_group(range(0, dist.get_world_size(), 2))
     """
     job = current_job()

@@ -150,7 +150,7 @@ def init_process_group(
         PeerDiedError: a process that had joined died before all processes had joined.
         ResourceError: no shared memory or no port.
 
-    Example:
+    Examples:
         >>> import fastcoll as dist
         >>> dist.init_process_group()
     """
@@ -325,7 +325,7 @@ def _as_context(init: Callable[_P, None]) -> Callable[_P, AbstractContextManager
         Yields:
             The default group.
 
-        Example:
+        Examples:
             >>> with dist.world():
             ...     dist.all_reduce(x)
         """

@@ -60,7 +60,7 @@ def run(
             ended.
         ProcessExitedError: a signal ended a rank, or a rank exited before `fn` returned or raised.
 
-    Example:
+    Examples:
         >>> def total(x):
         ...     dist.all_reduce(x)
         ...     return x

@@ -168,7 +168,7 @@ def spawn(
         ProcessRaisedError: `fn` raised in a process; the message has its traceback.
         ProcessExitedError: a signal ended a process, or it exited with a code other than 0.
 
-    Example:
+    Examples:
         >>> def main(rank, size): ...
         >>> spawn(main, args=(4,), nprocs=4)
     """

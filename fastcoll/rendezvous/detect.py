@@ -181,7 +181,7 @@ _PART = re.compile(r"([^\[\],]+)(?:\[([^\]]*)\])?([^\[\],]*)(?:,|$)")
 def hosts_of(nodelist: str) -> list[str]:
     """Return the hosts of a Slurm node list, in order and with leading zeros, or raise UsageError.
 
-    Example:
+    Examples:
         >>> hosts_of("n[08-10,3],login")
         ['n08', 'n09', 'n10', 'n3', 'login']
     """

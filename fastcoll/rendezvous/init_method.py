@@ -66,7 +66,7 @@ def rendezvous(
     Raises:
         UsageError, RendezvousError, PeerDiedError, ResourceError: as for `init_process_group`.
 
-    Example:
+    Examples:
         >>> store, rank, world_size = next(rendezvous("env://"))
         >>> store.set("key", "value")
     """

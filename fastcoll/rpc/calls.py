@@ -94,7 +94,7 @@ def rpc_sync(
 
     An exception of the function is raised here, with the traceback of the other worker as its cause.
 
-    Example:
+    Examples:
         >>> rpc.rpc_sync("worker1", operator.add, args=(np.ones(2), 1))
         array([2., 2.])
     """

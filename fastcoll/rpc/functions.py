@@ -16,7 +16,7 @@ def async_execution(fn: F) -> F:
 
     The callee blocks no thread until the future is done. Put `@staticmethod` or `@classmethod` above this decorator.
 
-    Example:
+    Examples:
         >>> @rpc.functions.async_execution
         ... def add_chained(to, x, y, z):
         ...     return rpc.rpc_async(to, operator.add, args=(x, y)).then(lambda sum: sum.value() + z)

@@ -19,7 +19,7 @@ S = TypeVar("S")
 class Future(core.Future[T]):
     """A result that comes later.
 
-    Example:
+    Examples:
         >>> future = rpc.rpc_async("worker1", math.factorial, args=(20,))
         >>> future.wait()
         2432902008176640000

@@ -24,7 +24,7 @@ class DistributedOptimizer:
         params_rref: RRefs of the parameters, on any workers.
         args, kwargs: further arguments of `optimizer_class`, after the list of parameters.
 
-    Example:
+    Examples:
         >>> optimizer = rpc.DistributedOptimizer(torch.optim.SGD, [rpc.RRef(weight), far_weight], lr=0.05)
         >>> with rpc.autograd.context() as context_id:
         ...     rpc.autograd.backward(context_id, [loss()])

@@ -38,7 +38,7 @@ class RRef(Generic[T]):
         value: the value.
         type_hint: without effect.
 
-    Example:
+    Examples:
         >>> counter = rpc.remote("worker1", Counter, args=(5,))
         >>> counter.rpc_sync().add(3)
         8
@@ -117,7 +117,7 @@ class RRef(Generic[T]):
     def rpc_sync(self, timeout: Timeout = None) -> Any:
         """Return an object whose methods call those of the value by `rpc_sync` on the owner.
 
-        Example:
+        Examples:
             >>> rref.rpc_sync().view(2, 2)
         """
         return _Proxy(self, rpc_sync, timeout)
@@ -144,7 +144,7 @@ class RRef(Generic[T]):
 
         Also raises what `rpc.autograd.backward` raises.
 
-        Example:
+        Examples:
             >>> with rpc.autograd.context() as context_id:
             ...     loss = rpc.remote("worker1", loss_of, args=(weight,))
             ...     loss.backward(context_id)
@@ -281,7 +281,7 @@ def remote(
 
     An exception of the function is raised by `to_here` and `local_value` of all RRefs to its result.
 
-    Example:
+    Examples:
         >>> rpc.remote("worker1", operator.add, args=(np.ones(2), 1)).to_here()
         array([2., 2.])
     """

@@ -119,7 +119,7 @@ def init_rpc(
         PeerDiedError: a worker died before all had joined.
         UnavailableError: the job has no secret (FASTCOLL_INSECURE=1), so anyone could run code here.
 
-    Example:
+    Examples:
         >>> rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
     """
     if not isinstance(name, str):

@@ -423,7 +423,7 @@ def _value(value: str | bytes) -> bytes:
 class HashStore(TableStore):
     """A store in this process's memory. Thread safe; other processes do not see it.
 
-    Example:
+    Examples:
         >>> store = HashStore()
         >>> store.set("first", "1")
         >>> store.get("first")

@@ -72,7 +72,7 @@ class TCPStore(TableStore):
         ResourceError: the port is in use; the message names the process that holds it, if it can be seen.
         StoreTimeoutError: no server was reached, or not all workers came, within `timeout`.
 
-    Example:
+    Examples:
         >>> with TCPStore("localhost", 0, is_master=True) as store:
         ...     store.add("visits", 1)
         1

@@ -34,7 +34,7 @@ class context:
         UsageError: this thread is in a context already.
         NotInitializedError: `init_rpc` was not called.
 
-    Example:
+    Examples:
         >>> with rpc.autograd.context() as context_id:
         ...     loss = rpc.rpc_sync("worker1", torch.mul, args=(weight, 2)).sum()
         ...     rpc.autograd.backward(context_id, [loss])
