@@ -43,6 +43,8 @@ SKIPPED_IN_CI = {
     r"needs Numba's simulator \(NUMBA_ENABLE_CUDASIM=1\)": "minutes: pytest -m gpu",
     "no streams": "a test for GPU arrays whose parameters have a case of host arrays",
     "frameworks are not installed": "a later step of .ci/run has them, and runs these tests",
+    "the site's tools are not installed": "a later step of .ci/run has them, and runs these tests",
+    "Chromium is not installed": ".ci/run installs it where a registry of Debian's packages answers",
     "NCCL is not installed": "a later step of .ci/run has it, and runs these tests",
     r"\d+ ranks need more than \d+ hosts": "the steps on four hosts take the worlds that fit",
     "there is no mpiexec on the PATH": "the step with the other torch has none; the first one has",

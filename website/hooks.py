@@ -1,0 +1,115 @@
+"""MkDocs' hooks: the README is the site's home page, and what pages link to in the repository is on the site.
+
+Pages keep the links that work on a forge, relative to their place in the repository. Here such a link leads to:
+
+    README.md        the home page
+    docs/X           X
+    *.md, pictures   the same path
+    another file     a page that shows its text
+    a folder         a page that lists its programs
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import reference_pages
+from mkdocs.structure.files import File, Files
+
+from fastcoll import __version__
+
+ROOT = Path(__file__).parent.parent
+_LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
+_START = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+
+
+def uri_of(path: str) -> str:
+    """Return where the site has a file or folder of the repository."""
+    if path == "README.md":
+        return "index.md"
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if (ROOT / path).is_dir():
+        return f"{path}/index.md"
+    return path if path.endswith((".md", ".png")) else f"{path}.md"
+
+
+def targets(path: str, text: str) -> Iterator[str]:
+    """Yield the paths of the repository to which the text of the page at `path` links."""
+    for link in _LINK.finditer(text):
+        yield _resolved(path, link[2])
+
+
+def _resolved(path: str, link: str) -> str:
+    return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
+
+
+def _shown(path: str) -> str:
+    """Return the text of a page that shows a program, or lists those of a folder."""
+    place = ROOT / path
+    if place.is_dir():
+        programs = sorted(each.relative_to(ROOT).as_posix() for each in place.rglob("*.py"))
+        lines = [f"- [{each}]({posixpath.relpath(each, path)})" for each in programs]
+        return "\n".join([f"# {path}", "", *lines, ""])
+    kind = "python" if path.endswith(".py") else "text"
+    return f"# {path}\n\n````{kind}\n{place.read_text()}````\n"
+
+
+def on_config(config: Any) -> Any:
+    """Show the version, and links to edit a page only if it is known where the sources are."""
+    config.copyright = f"fastcoll {__version__}"
+    if not config.repo_url:
+        config.repo_url = config.edit_uri = None
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the home page, the pages outside docs/ that others link to, and the reference."""
+    for file in files:
+        file.edit_uri = f"docs/{file.src_uri}"
+    texts = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
+    found = [*_START, *(each for path, text in texts.items() for each in targets(path, text))]
+    while found:
+        path = found.pop()
+        if path in texts or path.startswith("docs/"):
+            continue
+        uri, content = uri_of(path), None
+        if not path.endswith(".png"):
+            is_page = path.endswith(".md")
+            content = (ROOT / path).read_text() if is_page else _shown(path)
+            found += (
+                targets(path if is_page else f"{path}/x", content)
+                if is_page or (ROOT / path).is_dir()
+                else []
+            )
+        source = {"content": content} if content is not None else {"abs_src_path": str(ROOT / path)}
+        files.append(made := File.generated(config, uri, **source))
+        made.edit_uri, texts[path] = path, content or ""
+    for uri, content in reference_pages.pages():
+        files.append(File.generated(config, uri, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Make the links relative to the page's place on the site; searches find the reference first, and no figures."""
+    path = page.file.edit_uri
+    if path is None:  # of the reference
+        page.meta["search"] = {"boost": 4}
+        return markdown
+    page.meta["search"] = {"exclude": not path.startswith("docs/") and path not in _START}
+    folder = posixpath.dirname(page.file.src_uri)
+    at = path if path.endswith(".md") else f"{path}/x"
+
+    def on_the_site(link: re.Match[str]) -> str:
+        target = _resolved(at, link[2])
+        return f"{link[1]}{posixpath.relpath(uri_of(target), folder or '.')}{link[3] or ''}"
+
+    parts = re.split(r"(^(`{3,}).*?^\2$)", markdown, flags=re.MULTILINE | re.DOTALL)
+    # Of every three parts, the second is a block of code, and the third its fence.
+    return "".join(
+        part if i % 3 == 1 else _LINK.sub(on_the_site, part) for i, part in enumerate(parts) if i % 3 != 2
+    )
