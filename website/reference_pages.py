@@ -74,16 +74,8 @@ def _commands() -> str:
         words = [sys.executable, "-m", "fastcoll", name, "--help"]
         environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
         shown = subprocess.run(words, capture_output=True, text=True, check=True, env=environment).stdout
-        parts += [
-            f"## python -m fastcoll {name}",
-            "",
-            f"{about[0].upper()}{about[1:]}.",
-            "",
-            "```text",
-            shown.rstrip(),
-            "```",
-            "",
-        ]
+        about = f"{about[0].upper()}{about[1:]}."
+        parts.append(f"## python -m fastcoll {name}\n\n{about}\n\n```text\n{shown.rstrip()}\n```\n")
     return "\n".join(parts)
 
 
