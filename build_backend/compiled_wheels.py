@@ -1,13 +1,17 @@
-"""The build backend: setuptools, and machine code for the levels that FASTCOLL_BUILD_LEVELS names.
+"""The build backend: setuptools, and what two variables of the environment add to a build.
 
 FASTCOLL_BUILD_LEVELS is `all`, `native` (the best level of this machine), or a list such as `x86-64-v3,x86-64-v4`. Then
 the wheel is one for this version of Python and Linux on x86-64, and nothing of the package compiles at first use. If it
 is not set, the wheel is for any platform, and functions compile at first use.
+
+FASTCOLL_BUILD_URL is the address of the repository, such as https://github.com/OWNER/NAME. The metadata then has links
+to it and to the files that README.md links to. If it is not set, the metadata has neither: the links are plain text.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,12 +24,15 @@ from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403  # the hooks that are not defined here
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+from setuptools.command.egg_info import egg_info
 from setuptools.config.pyprojecttoml import load_file
 from setuptools.errors import OptionError, PlatformError
 
 LEVELS = "FASTCOLL_BUILD_LEVELS"
+URL = "FASTCOLL_BUILD_URL"
 # The oldest glibc whose functions the code calls is older than that of any Python that fastcoll supports.
 PLATFORM = "manylinux_2_17_x86_64"
+_RELATIVE_LINK = re.compile(r"\[([^\]]*)\]\((?!https?://|#)([^)\s]+)\)")
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
@@ -34,6 +41,25 @@ def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
     if _wanted():
         needed += [*load_file("pyproject.toml")["project"]["dependencies"], "ml_dtypes>=0.4"]
     return needed
+
+
+class EggInfo(egg_info):
+    """Describe the package by a README that is read outside of the repository; every build does this first."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        metadata, url = self.distribution.metadata, os.environ.get(URL, "").rstrip("/")
+        files = f"{url}/blob/v{metadata.version}"
+        metadata.long_description = _RELATIVE_LINK.sub(
+            rf"[\1]({files}/\2)" if url else r"\1", metadata.long_description
+        )
+        if url:
+            metadata.project_urls = {
+                "Source": url,
+                "Documentation": f"{files}/README.md#documentation",
+                "Changelog": f"{files}/CHANGELOG.md",
+                "Issues": f"{url}/issues",
+            }
 
 
 class BuildPy(build_py):

@@ -221,14 +221,14 @@ def warn_of_unknown() -> None:
         _log.warning("the environment variable %s is no setting of fastcoll; %s", name, cure)
 
 
-OF_THE_BUILD = "FASTCOLL_BUILD_LEVELS"
-"""What only the build of a wheel reads (docs/startup.md); an image may set it for programs, too."""
+OF_THE_BUILD = {"FASTCOLL_BUILD_LEVELS", "FASTCOLL_BUILD_URL"}
+"""What only the build of a wheel reads (build_backend/); an image may set it for programs, too."""
 
 
 def unknown(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the FASTCOLL_* variables that are not settings, each with a hint which setting was probably meant."""
     found = {}
-    known = {*SETTINGS, OF_THE_BUILD}
+    known = SETTINGS.keys() | OF_THE_BUILD
     for name in sorted(name for name in environ if name.startswith(_PREFIX) and name not in known):
         import difflib
 
