@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -178,8 +179,11 @@ def compiled_code(ranks: int) -> Iterator[Finding]:
         text = (
             f"{len(caches) - there} of {len(caches)} functions are not on the disk: first calls wait for them"
         )
+        on_the_path = os.path.dirname(shutil.which("python") or "")
+        # Under pipx this Python is not on the PATH.
+        python = "python" if on_the_path == os.path.dirname(sys.executable) else sys.executable
         yield Finding(
-            "warning", "compiled code", text, "python -m fastcoll warmup, once; it takes 10 to 60 s"
+            "warning", "compiled code", text, f"{python} -m fastcoll warmup, once; it takes 10 to 60 s"
         )
     for folder in filter(os.path.isdir, folders(source)):
         if why := openness(os.stat(folder), source):

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import socket
+import sys
 
 import pytest
 from programs import python
@@ -85,8 +86,20 @@ def test_a_problem_that_blocks_other_checks_is_reported_once(tmp_path):
     assert "FASTCOLL_SHM_BYTES_PER_RANK='much'" in problems[0]["text"]
     (memory,) = about(report, "shared memory")
     assert "not checked" in memory["text"]
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [(os.path.dirname(sys.executable), "python"), ("/none", sys.executable)],
+    ids=["the Python of the PATH", "another, as under pipx"],
+)
+def test_code_that_is_not_compiled_is_a_warning_with_the_command_that_compiles_it(path, command, tmp_path):
+    report, _ = run(NUMBA_CACHE_DIR=str(tmp_path), PATH=path)
     (kernels,) = about(report, "compiled code")  # there are none in an empty folder
-    assert (kernels["level"], "python -m fastcoll warmup" in kernels["cure"]) == ("warning", True)
+    assert (kernels["level"], kernels["cure"].partition(",")[0]) == (
+        "warning",
+        f"{command} -m fastcoll warmup",
+    )
 
 
 def test_a_missing_package_is_named_and_the_rest_is_checked():
