@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command = [sys.executable, "-m", "fastcoll.warmup", "--dtypes", "all"]
             subprocess.run(command, env=environ, check=True)
             codes = {}
-            for file in Path(folder).glob("*/*.code"):  # ROOM_HASH/FUNCTION.PLATFORM.code
-                name = f"{file.parent.name.rpartition('_')[0]}/{file.name.rsplit('.', 2)[0]}"
+            for file in Path(folder).rglob("*.code"):  # fastcoll-USER/SET/FUNCTION.PLATFORM.code
+                name = file.name.rsplit(".", 2)[0]
                 assert name not in codes, name
                 codes[name] = file.read_bytes()[32:]
             path = f"{shipped.FOLDER}/{level}.pack"

@@ -1,8 +1,8 @@
 """`python -m fastcoll.warmup`: compile now what programs would compile at their first use.
 
-The results go to the directory from which every process of this user loads compiled code: `__pycache__` beside the
-sources, the user's cache directory if `__pycache__` is not writable, or NUMBA_CACHE_DIR. Run this command when you
-build a container image, and before large jobs.
+The results go to the directory from which every process of this user loads compiled code: the user's cache directory,
+or NUMBA_CACHE_DIR. Without NUMBA_CACHE_DIR they are also copied into the package, if that is writable, for its other
+users. Run this command when you build a container image, and before large jobs.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ def _for_compiled_callers() -> dict[str, Callable[[], object]]:
 
 def _warm_up(todo: Sequence[str], processes: int) -> int:
     """Compile the kernels and return the exit code."""
+    from .compiler.cache import copy_for_others
+
     began, new, unkept = time.perf_counter(), 0, ""
     print(f"{len(todo)} kernels: what is not on the disk is compiled, in {processes} processes", flush=True)
     first = _make(todo[0])  # before the fork, so that the processes inherit the imported modules
@@ -101,6 +103,7 @@ def _warm_up(todo: Sequence[str], processes: int) -> int:
             if one.new:
                 new += 1
                 print(f"{number:3}/{len(todo)} {one.name:25} {one.seconds:6.2f} s", flush=True)
+    copy_for_others()
     took, old = time.perf_counter() - began, len(todo) - new
     there = f"; {old} were there" if old else ""
     print(f"{new} kernels compiled in {took:.1f} s{there}" if new else f"all {old} kernels are there")

@@ -74,10 +74,7 @@ _COUNTS = pytest.StashKey()
 
 @pytest.fixture(scope="session", autouse=True)
 def elsewhere(tmp_path_factory):
-    """Run outside the sources, which `python -m` and `python -c` would prefer to an installed package.
-
-    Their kernels have another path in the cache, and would be compiled again.
-    """
+    """Run outside the sources, which `python -m` and `python -c` would prefer to an installed package."""
     before = os.getcwd()
     os.chdir(tmp_path_factory.mktemp("elsewhere"))
     yield

@@ -128,6 +128,7 @@ NOT_OURS = {
     "custom_all_reduce.py",
     "hello.py",
     "program.py",
+    "setup.py",
     "script.py",
     "train.py",
 }  # subclassed in vLLM and by users

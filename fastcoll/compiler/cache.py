@@ -9,10 +9,11 @@ code depends on (the *stamp*), and with a digest of the code:
     bytes 16 to 31   digest of the rest
     the rest         an object file (machine_code.py)
 
-If one of the two digests is not the expected one, the code is compiled again and the file is replaced atomically. If
-NUMBA_CACHE_DIR is set, files are read from that directory only; otherwise from `__pycache__` beside the source and from
-the user's cache directory. A file is written to the first of these directories that is writable (cache_files.py). If
-none is, the code is used in this process only.
+If one of the two digests is not the expected one, the code is compiled again and the file is replaced atomically. The
+place of the installation does not count: object files have no paths, and machine_code.py looks up addresses in each
+process. So installations and checkouts with the same sources share files (cache_files.py). If NUMBA_CACHE_DIR is set,
+files are read from and written to that directory only. If no directory is writable, the code is used in this process
+only.
 """
 
 from __future__ import annotations
@@ -25,14 +26,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from ..errors import ResourceError
 from . import cache_files, shipped
-from .cache_files import digest
+from .cache_files import Places, digest
 from .machine_code import load, processor
 from .undisturbed import undisturbed
 
@@ -41,6 +41,17 @@ _LONGEST_COMPILATION = 60.0  # s to wait for another process's compilation, whic
 _FIRST_LOG = 1.0  # s of compilation before the first log line
 _NEXT_LOG = 5.0  # s until the next log line about the same kernel
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_SETTINGS = (
+    "CPU_NAME",
+    "CPU_FEATURES",
+    "ENABLE_AVX",
+    "OPT",
+    "LOOP_VECTORIZE",
+    "SLP_VECTORIZE",
+    "BOUNDSCHECK",
+    "DEBUGINFO",
+)
+"""Numba's settings, without the prefix NUMBA_, that change the code."""
 _OTHER_ROOMS = {
     "api",
     "bench",
@@ -162,11 +173,13 @@ class KernelCache:
         self._hint = f" (kept on disk; python -m fastcoll.warmup{option} does it ahead)"
         self.source = function.__code__.co_filename
         self._signature = digest(signature.encode())
-        module = os.path.splitext(os.path.basename(self.source))[0]
+        package, _, module = function.__module__.partition(".")
+        self._is_ours = package == __name__.partition(".")[0] and SOURCES is not None
+        if not self._is_ours:
+            module = os.path.splitext(os.path.basename(self.source))[0]
         name = f"{function.__qualname__}-{function.__code__.co_firstlineno}-{self._signature[:4].hex()}"
         self._function = f"{module}.{name}"
-        self._is_ours = function.__module__.partition(".")[0] == __name__.partition(".")[0]
-        self._own = b"ours" if self._is_ours and SOURCES else _content(self.source)
+        self._own = b"ours" if self._is_ours else _content(self.source)
         # The code of closures, and code without a source file, is not kept. A closure's values are part of its code but
         # not of the stamp; and without a source file there is no stamp.
         self._kept = function.__closure__ is None and self._own != b""
@@ -175,6 +188,13 @@ class KernelCache:
     def _name(self) -> str:
         """The file's name, without an ending."""
         return f"{self._function}.{_platform()[:4].hex()}"
+
+    @cached_property
+    def places(self) -> Places:
+        """The folders that may hold the code."""
+        if not self._is_ours:
+            return cache_files.places_by_path(self.source)
+        return cache_files.places_by_content(_set_name(), self.source, _PACKAGE)
 
     @cached_property
     def _stamp(self) -> bytes:
@@ -191,10 +211,7 @@ class KernelCache:
         return self._shipped() is not None
 
     def _shipped(self) -> bytes | None:
-        if not self._is_ours or not SOURCES:
-            return None
-        room = os.path.basename(os.path.dirname(self.source))
-        return shipped.code(f"{room}/{self._function}", SOURCES)
+        return shipped.code(self._function, SOURCES) if self._is_ours and SOURCES else None
 
     def load(self, compile: Callable[[], bytes]) -> int:
         """Load the code on disk, or the result of `compile`; return the address of the function.
@@ -208,7 +225,7 @@ class KernelCache:
         if found is not None:
             return load(found)
         try:
-            folder = cache_files.writable(self.source)
+            folder = cache_files.writable(self.places, self.source)
         except ResourceError as error:
             self._warn(str(error))
             return load(undisturbed(partial(self._compiled, compile, "")))
@@ -247,29 +264,37 @@ class KernelCache:
     def _found(self) -> bytes | None:
         if (code := self._shipped()) is not None:
             return code
-        for folder in cache_files.folders(self.source):
+        for folder in self.places.read:
             content = cache_files.read(folder, f"{self._name}.code", self.source)
             if content is None:
                 continue
             code = content[32:]
             if content[:16] == self._stamp and content[16:32] == digest(code):
+                if self.places.are_sets:
+                    cache_files.mark_used(folder)
                 return code
         return None
 
     def _keep(self, folder: str, code: bytes) -> None:
         """Write the file, if that is possible."""
-        path = f"{folder}/{self._name}.{os.urandom(8).hex()}"
+        # A module that was imported after an edit would be in the set of the old sources.
+        if self._is_ours and _hash_sources() != SOURCES:
+            self._warn("compiled kernels are not kept, since fastcoll's files have changed; start again")
+            return
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            with os.fdopen(fd, "wb") as file:
-                file.write(self._stamp + digest(code) + code)
-            os.replace(path, f"{folder}/{self._name}.code")  # atomically: other processes may be reading
-        except BaseException as error:
-            with suppress(OSError):
-                os.unlink(path)
-            if not isinstance(error, OSError):
-                raise
+            cache_files.write(folder, f"{self._name}.code", self._stamp + digest(code) + code)
+        except OSError as error:
             self._warn(f"compiled kernels cannot be kept in {folder} ({error.strerror}); {cache_files.CURE}")
+
+
+def copy_for_others() -> None:
+    """Copy what this user has compiled into the package, for other users of this installation."""
+    if SOURCES is not None:
+        cache_files.copy_for_others(cache_files.places_by_content(_set_name(), __file__, _PACKAGE), __file__)
+
+
+def _set_name() -> str:
+    return digest((SOURCES or "").encode(), _platform()).hex()
 
 
 @cache
@@ -278,14 +303,24 @@ def _platform() -> bytes:
 
     To get the versions, the files `_version.py` of Numba and llvmlite are read; neither is imported.
     """
-    parts = [sys.implementation.cache_tag or "", hex(sys.hexversion)]
-    parts += [os.environ.get(f"NUMBA_CPU_{what}", "") for what in ("NAME", "FEATURES")]
-    versions = []
-    for package in ("numba", "llvmlite"):
-        spec = find_spec(package)
-        folder = os.path.dirname(spec.origin or "") if spec is not None else ""
-        versions.append(_content(os.path.join(folder, "_version.py")))
-    return digest(" ".join(parts).encode(), processor(), *versions)
+    # Debug builds and builds without the GIL have other objects, and musl has other structures than glibc.
+    layout = (sys.abiflags, object.__basicsize__, tuple.__basicsize__)
+    system = getattr(sys.implementation, "_multiarch", "")
+    parts = [sys.implementation.cache_tag, hex(sys.hexversion), *layout, system]
+    parts += [os.environ.get(f"NUMBA_{what}", "") for what in _SETTINGS]
+    return digest(" ".join(map(str, parts)).encode(), processor(), *map(_version, ("numba", "llvmlite")))
+
+
+def _version(package: str) -> bytes:
+    """Return a digest of what identifies a package's version and build."""
+    spec = find_spec(package)
+    folder = os.path.dirname(spec.origin or "") if spec is not None else ""
+    above = os.path.dirname(folder)
+    # A source tree has no version in its file, which asks git, so the place of the tree stands for the version.
+    place = folder if os.path.exists(f"{above}/setup.py") else ""
+    library = f"{folder}/binding/libllvmlite.so"  # builds of the same version differ in LLVM
+    size = os.path.getsize(library) if os.path.exists(library) else 0
+    return digest(_content(os.path.join(folder, "_version.py")), place.encode(), str(size).encode())
 
 
 def _content(path: str) -> bytes:

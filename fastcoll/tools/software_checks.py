@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from .. import config
-from ..compiler.cache_files import folders, openness, writable
+from ..compiler.cache_files import openness, writable
 from ..errors import FastcollError, UsageError
 from ..store.secret import SAME_SECRET, job_secret, source
 from ..supported import OLDEST, TESTED
@@ -160,21 +160,19 @@ def compiled_code(ranks: int) -> Iterator[Finding]:
     """Check what programs would compile at first use, and whether compiled code can be stored."""
     caches = [entry.cache() for entry in all_entries().values()]
     there = sum(cache.is_cached() for cache in caches)
-    source = caches[0].source
+    source, places = caches[0].source, caches[0].places
     if all(cache.is_shipped() for cache in caches):
         yield Finding("ok", "compiled code", f"all {there} functions are in the installed package")
         return
     try:
-        where = writable(source)
+        where = writable(places, source)
     except FastcollError as error:
         if there < len(caches):
             yield Finding("warning", "compiled code", str(error), "NUMBA_CACHE_DIR=/a/folder/of/yours")
             return
         where = "a folder that cannot be written to"
     if there == len(caches):
-        yield Finding(
-            "ok", "compiled code", f"all {there} functions are in {os.path.dirname(where) or where}"
-        )
+        yield Finding("ok", "compiled code", f"all {there} functions are in {where}")
     else:
         text = (
             f"{len(caches) - there} of {len(caches)} functions are not on the disk: first calls wait for them"
@@ -185,7 +183,7 @@ def compiled_code(ranks: int) -> Iterator[Finding]:
         yield Finding(
             "warning", "compiled code", text, f"{python} -m fastcoll warmup, once; it takes 10 to 60 s"
         )
-    for folder in filter(os.path.isdir, folders(source)):
+    for folder in filter(os.path.isdir, places.read):
         if why := openness(os.stat(folder), source):
             text = f"the compiled code in {folder} is not used: {why}"
             cure = f"chmod go-w {folder}, or NUMBA_CACHE_DIR=/a/folder/of/yours"

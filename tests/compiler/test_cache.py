@@ -11,6 +11,7 @@ import shutil
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import Mock
@@ -62,7 +63,7 @@ def copy_of_the_kernels(folder: Path) -> Path:
 def first_uses(sources: Path, processes: int) -> list[Use]:
     """Run some new processes at once."""
     # Python's own cache uses modification times, too.
-    environ = {"NUMBA_CACHE_DIR": str(sources.parent / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    environ = {"NUMBA_CACHE_DIR": str(sources.parents[1] / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
     uses = []
     for done in at_once([[sys.executable, "-c", FIRST_USE]] * processes, cwd=sources, env=environ):
         assert done.returncode == 0, done.stderr
@@ -73,12 +74,18 @@ def first_uses(sources: Path, processes: int) -> list[Use]:
 
 @pytest.fixture(scope="module")
 def uses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Use]]:
-    """Start three processes at once, and later two more.
+    """Start three processes at once, and later more, one after the other.
 
-    The fourth starts after all files were touched, the fifth after a file was edited with its time unchanged.
+    They start with the same sources elsewhere, after all files were touched, after a file was edited with its time
+    unchanged, and after the edit was undone.
     """
-    sources = copy_of_the_kernels(tmp_path_factory.mktemp("cache"))
+    folder = tmp_path_factory.mktemp("cache")
+    sources = copy_of_the_kernels(folder / "one")
     found = {"first": first_uses(sources, 3)}
+    found["elsewhere"] = first_uses(copy_of_the_kernels(folder / "two"), 1)
+    compiled = b"".join(path.read_bytes() for path in folder.rglob("*.code"))
+    assert compiled
+    assert not [word for word in (bytes(folder), b".py\0", b"site-packages") if word in compiled]
     for file in sources.rglob("*.py"):
         os.utime(file, (1, 1))
     found["touched"] = first_uses(sources, 1)
@@ -88,7 +95,9 @@ def uses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Use]]:
     constants.write_text(text.replace("PRODUCT, MIN, MAX, BAND", "PRODUCT, MAX, MIN, BAND"))
     assert constants.read_text() != text
     os.utime(constants, (1, 1))
-    return found | {"edited": first_uses(sources, 1)}
+    found["edited"] = first_uses(sources, 1)
+    constants.write_text(text)
+    return found | {"undone": first_uses(sources, 1)}
 
 
 @pytest.mark.long
@@ -100,7 +109,13 @@ def test_one_process_compiles_and_the_others_load(uses):
 def test_the_content_of_the_sources_counts(uses):
     assert uses["touched"][0].hits == (1, 1)
     assert uses["edited"][0].hits == (0, 0)
-    assert [use.greater for found in uses.values() for use in found] == [7] * 5
+    assert uses["undone"][0].hits == (1, 1)  # code of earlier sources is still there
+    assert [use.greater for found in uses.values() for use in found] == [7] * 7
+
+
+def test_the_same_sources_in_another_place_compile_nothing(uses):
+    (use,) = uses["elsewhere"]
+    assert (use.hits, use.imports_numba, use.says) == ((1, 1), False, [])
 
 
 def test_one_process_logs_the_compilations_and_loading_imports_no_numba(uses):
@@ -178,21 +193,118 @@ def test_code_that_cannot_be_kept_is_used_with_one_warning(monkeypatch, tmp_path
     assert not [*tmp_path.rglob("*.code")]
 
 
-def test_where_the_code_is_looked_for(monkeypatch, tmp_path):
+def by_path() -> list[str]:
+    return cache_files.places_by_path("/work/x.py").read
+
+
+def by_content() -> cache_files.Places:
+    return cache_files.places_by_content("set", "/work/x.py", "/work")
+
+
+def test_where_code_is_looked_for(monkeypatch, tmp_path):
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    beside, users = cache_files.folders("/work/x.py")
+    beside, users = by_path()
     assert beside == "/work/__pycache__"
     assert users.startswith(f"{tmp_path}/fastcoll/work_")
+    shared, packages = by_content().write
+    assert shared == f"{tmp_path}/fastcoll/kernels-{os.geteuid()}/set"
+    assert packages == "/work/__pycache__/kernels/set"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_files.folders("/work/x.py")[1].startswith(f"{tmp_path}/.cache/fastcoll/work_")
+    assert by_path()[1].startswith(f"{tmp_path}/.cache/fastcoll/work_")
+    assert by_content().read[0].startswith(f"{tmp_path}/.cache/fastcoll/kernels-")
     monkeypatch.setenv("HOME", "relative")
-    assert cache_files.folders("/work/x.py") == [beside]
+    assert (by_path(), by_content().write) == ([beside], [packages])
     monkeypatch.delenv("HOME")
     # As in a container for a user without an entry in its database.
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
-    assert cache_files.folders("/work/x.py") == [beside]
+    assert (by_path(), by_content().write) == ([beside], [packages])
+
+
+def test_users_of_one_directory_write_to_folders_of_their_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/common")
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    monkeypatch.setattr(cache_files, "_state", lambda source: os.stat_result((0o644, 1, 1, 1, 7, *[0] * 5)))
+    places = by_content()
+    assert places.write == ["/common/fastcoll-4242/set"]
+    # Those of the sources' owner and of root are trusted.
+    assert places.read == [*places.write, "/common/fastcoll-7/set", "/common/fastcoll-0/set"]
+
+
+def test_the_sets_that_were_unused_for_longest_are_removed(own_folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(identity, "__module__", "fastcoll.identity")
+    sets = tmp_path / f"fastcoll-{os.geteuid()}"
+    for number in range(40):
+        (sets / str(number)).mkdir(parents=True)
+        (sets / str(number) / "x.code").touch()
+        os.utime(sets / str(number), (number, number))
+    cache_files.mark_used(str(sets / "3"))
+    for _ in range(2):  # the second time the set is there already
+        assert jit.entry(identity).call(7) == 7
+    left = {path.name for path in sets.iterdir()}
+    assert left - {jit.entry(identity).cache().places.read[0].rpartition("/")[2]} == {
+        "3",
+        *map(str, range(10, 40)),
+    }
+
+
+def test_use_of_a_set_is_recorded_once_a_day(own_folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(identity, "__module__", "fastcoll.identity")
+    jit.entry(identity).compile()
+    (folder,) = {path.parent for path in tmp_path.rglob("*.code")}
+    hour, day = 3600, 24 * 3600
+    for age, after in ((2 * hour, 2 * hour), (2 * day, 0)):
+        old = time.time() - age
+        os.utime(folder, (old, old))
+        jit.entry(identity).compile()
+        assert time.time() - folder.stat().st_mtime == pytest.approx(after, abs=hour)
+
+
+def test_code_is_copied_for_other_users_of_the_installation(monkeypatch, tmp_path):
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setattr(identity, "__module__", "fastcoll.identity")
+    (tmp_path / "package").mkdir()
+    monkeypatch.setattr(cache, "_PACKAGE", str(tmp_path / "package"))
+    monkeypatch.setattr(cache, "_hash_sources", lambda: cache.SOURCES)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    before = cache.KernelCache.compiled
+    jit.entry(identity).compile()
+    assert not [*(tmp_path / "package").iterdir()]
+    for _ in range(2):
+        cache.copy_for_others()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    jit.entry(identity).compile()
+    assert cache.KernelCache.compiled == before + 1
+    assert [path.suffix for path in (tmp_path / "package").rglob("*") if path.is_file()] == [".code"]
+
+
+def test_code_of_sources_that_changed_after_the_start_is_not_kept(monkeypatch, own_folder, tmp_path, caplog):
+    monkeypatch.setattr(cache.KernelCache, "unkept", "")
+    monkeypatch.setattr(identity, "__module__", "fastcoll.identity")
+    monkeypatch.setattr(cache, "_hash_sources", lambda: "new")
+    assert jit.entry(identity).call(7) == 7
+    assert not [*tmp_path.rglob("*.code")]
+    assert [each for each in caplog.messages if "fastcoll's files have changed; start again" in each]
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make another user the owner of a file or folder."""
+    if os.geteuid() == 0:
+        os.chown(path, 4242, 4242)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4242)
+        monkeypatch.setattr(cache_files, "_state", lambda source: None)
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_code_that_belongs_to_another_user_is_not_run(monkeypatch, tmp_path, compiles, caplog, what):
+    (code,) = tmp_path.rglob("*.code")
+    cache_files._warn_of.cache_clear()
+    foreign = code if what == "file" else code.parent
+    give_away(foreign, monkeypatch)
+    assert compiles()
+    assert [each for each in caplog.messages if f"{foreign} is not used, since it belongs to user" in each]
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
@@ -301,6 +413,8 @@ OTHERS = {
     "processor": lambda patch: patch.setattr(cache, "processor", lambda: b"another"),
     "Numba": lambda patch: patch.setattr(cache, "_content", content_but_of("numba")),
     "llvmlite": lambda patch: patch.setattr(cache, "_content", content_but_of("llvmlite")),
+    "Python without the GIL": lambda patch: patch.setattr(sys, "abiflags", "t"),
+    "optimisation asked for": lambda patch: patch.setenv("NUMBA_OPT", "1"),
     "name asked for": lambda patch: patch.setenv("NUMBA_CPU_NAME", "generic"),
     "features asked for": lambda patch: patch.setenv("NUMBA_CPU_FEATURES", "+sse2"),
 }
@@ -318,6 +432,21 @@ def test_code_for_another_is_left_where_it_is_and_not_taken(monkeypatch, tmp_pat
     assert len([*tmp_path.rglob("*.code")]) == 2
 
 
+def test_a_source_tree_of_numba_stands_for_its_version(monkeypatch, tmp_path):
+    """Its file asks git for the version, so it is the same in all states of the tree."""
+    found = {}
+    for name in ("one", "two"):
+        package = tmp_path / name / "numba"
+        package.mkdir(parents=True)
+        (package / "_version.py").write_text("def get_versions(): ...")
+        monkeypatch.setattr(cache, "find_spec", lambda _, at=package: Mock(origin=f"{at}/__init__.py"))
+        installed = cache._version("numba")
+        (tmp_path / name / "setup.py").touch()
+        found[name] = installed, cache._version("numba")
+    assert found["one"][0] == found["two"][0]
+    assert len({*found["one"], *found["two"]}) == 3
+
+
 @pytest.mark.parametrize("damaged", ["empty", "short", "one bit", "another's"])
 def test_damaged_files_are_replaced(tmp_path, compiles, damaged):
     (code,) = tmp_path.rglob("*.code")
@@ -331,10 +460,13 @@ def test_damaged_files_are_replaced(tmp_path, compiles, damaged):
 
 
 def test_code_beside_sources_that_this_user_cannot_write_to_is_taken(monkeypatch, tmp_path, compiles):
-    folders = cache_files.folders(__file__)
-    monkeypatch.setattr(cache_files, "folders", lambda source: ["/proc/none", *folders])
+    def look_in(*folders: str) -> None:
+        places = cache_files.Places([*folders], [*folders], are_sets=False)
+        monkeypatch.setattr(cache_files, "places_by_path", lambda source: places)
+
+    look_in("/proc/none", *cache_files.places_by_path(__file__).read)
     assert not compiles()
-    monkeypatch.setattr(cache_files, "folders", lambda source: ["/proc/none", str(tmp_path / "users")])
+    look_in("/proc/none", str(tmp_path / "users"))
     assert compiles()
     assert not compiles()
 

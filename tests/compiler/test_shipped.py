@@ -37,7 +37,7 @@ def pack(monkeypatch, tmp_path):
     made = jit.entry(double)
     assert made.call(21) == 42
     (kept,) = tmp_path.rglob("*.code")
-    names = {f"compiler/{kept.name.rsplit('.', 2)[0]}": kept.read_bytes()[32:], "shm/other": b"another"}
+    names = {kept.name.rsplit(".", 2)[0]: kept.read_bytes()[32:], "shm/other": b"another"}
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "packs").mkdir()
     path = tmp_path / "packs" / f"{levels_of(cpuid())[-1]}.pack"
