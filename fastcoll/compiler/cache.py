@@ -194,7 +194,7 @@ class KernelCache:
         """The folders that may hold the code."""
         if not self._is_ours:
             return cache_files.places_by_path(self.source)
-        return cache_files.places_by_content(_set_name(), self.source, _PACKAGE)
+        return _places_of_set(self.source)
 
     @cached_property
     def _stamp(self) -> bytes:
@@ -287,14 +287,28 @@ class KernelCache:
             self._warn(f"compiled kernels cannot be kept in {folder} ({error.strerror}); {cache_files.CURE}")
 
 
+def _places_of_set(source: str) -> Places:
+    """Return the places of the set for these sources and this platform; `source` is a file of the package."""
+    return cache_files.places_by_content(
+        digest((SOURCES or "").encode(), _platform()).hex(), source, _PACKAGE
+    )
+
+
 def copy_for_others() -> None:
     """Copy what this user has compiled into the package, for other users of this installation."""
     if SOURCES is not None:
-        cache_files.copy_for_others(cache_files.places_by_content(_set_name(), __file__, _PACKAGE), __file__)
+        cache_files.copy_for_others(_places_of_set(__file__), __file__)
 
 
-def _set_name() -> str:
-    return digest((SOURCES or "").encode(), _platform()).hex()
+def codes_of_set() -> dict[str, bytes]:
+    """Return the code in the set, by the functions' names in packs (shipped.py)."""
+    codes = {}
+    for folder in filter(os.path.isdir, _places_of_set(__file__).read):
+        for name in os.listdir(folder):
+            content = cache_files.read(folder, name, __file__) if name.endswith(".code") else None
+            if content is not None and content[16:32] == digest(content[32:]):
+                codes[name.rsplit(".", 2)[0]] = content[32:]
+    return codes
 
 
 @cache

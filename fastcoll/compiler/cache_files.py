@@ -87,7 +87,7 @@ def places_by_content(name: str, source: str, package: str) -> Places:
         found = [f"{given}/fastcoll-{user}/{name}" for user in dict.fromkeys((me, owner, 0))]
         return Places(found, found[:1], are_sets=True)
     users = config.cache_folder()
-    found = [] if users is None else [f"{users}/kernels-{me}/{name}"]
+    found = [] if users is None else [f"{users}/fastcoll-{me}/{name}"]
     found.append(f"{package}/__pycache__/kernels/{name}")
     return Places(found, found, are_sets=True)
 

@@ -208,12 +208,12 @@ def test_where_code_is_looked_for(monkeypatch, tmp_path):
     assert beside == "/work/__pycache__"
     assert users.startswith(f"{tmp_path}/fastcoll/work_")
     shared, packages = by_content().write
-    assert shared == f"{tmp_path}/fastcoll/kernels-{os.geteuid()}/set"
+    assert shared == f"{tmp_path}/fastcoll/fastcoll-{os.geteuid()}/set"
     assert packages == "/work/__pycache__/kernels/set"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert by_path()[1].startswith(f"{tmp_path}/.cache/fastcoll/work_")
-    assert by_content().read[0].startswith(f"{tmp_path}/.cache/fastcoll/kernels-")
+    assert by_content().read[0].startswith(f"{tmp_path}/.cache/fastcoll/fastcoll-")
     monkeypatch.setenv("HOME", "relative")
     assert (by_path(), by_content().write) == ([beside], [packages])
     monkeypatch.delenv("HOME")

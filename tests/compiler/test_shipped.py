@@ -146,11 +146,18 @@ dist.destroy_process_group()
 @pytest.mark.limit(400)
 def test_ranks_with_shipped_code_compile_nothing(tmp_path):
     """The whole way of a wheel: compile into a copy of the package, then start ranks with an empty cache."""
-    copy = tmp_path / "installed"
-    shutil.copytree(PACKAGE, copy / "fastcoll", ignore=shutil.ignore_patterns("__pycache__", "_compiled"))
+    packs = []
+    for build in ("one", "two"):
+        copy = tmp_path / build
+        shutil.copytree(PACKAGE, copy / "fastcoll", ignore=shutil.ignore_patterns("__pycache__", "_compiled"))
+        command = ("-m", "fastcoll.shipping", "native")
+        made = python(*command, environ={"PYTHONPATH": str(copy)}, check=True, cwd=tmp_path)
+        assert f"{levels_of(cpuid())[-1]}.pack" in made.stdout
+        packs += [path.read_bytes() for path in copy.rglob("*.pack")]
+        assert not [*copy.rglob("*.code")]  # it would be in the wheel
+    assert re.search(r"all \d+ kernels are there", made.stdout)  # the second build compiles nothing
+    assert packs[0] == packs[1]
     environ = {"PYTHONPATH": str(copy), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    made = python("-m", "fastcoll.shipping", "native", environ=environ, check=True, cwd=tmp_path)
-    assert f"{levels_of(cpuid())[-1]}.pack" in made.stdout
     for backend in ("shm", "tcp"):
         meeting = tmp_path / backend
         commands = [[sys.executable, "-c", JOB, backend, meeting, rank] for rank in range(2)]
