@@ -43,6 +43,7 @@ SKIPPED_IN_CI = {
     r"needs Numba's simulator \(NUMBA_ENABLE_CUDASIM=1\)": "minutes: pytest -m gpu",
     "no streams": "a test for GPU arrays whose parameters have a case of host arrays",
     "frameworks are not installed": "a later step of .ci/run has them, and runs these tests",
+    "these sources are no checkout": "only git knows which files belong to it",
     "the site's tools are not installed": "a later step of .ci/run has them, and runs these tests",
     "Chromium is not installed": ".ci/run installs it where a registry of Debian's packages answers",
     "NCCL is not installed": "a later step of .ci/run has it, and runs these tests",

@@ -33,7 +33,16 @@ def files() -> set[str]:
     """Return the files of this checkout that are in the repository, or will be with the next commit."""
     if not (ROOT / ".git").exists():
         pytest.skip("these sources are no checkout")
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    # A checkout that another user made is only read.
+    command = [
+        "git",
+        "-c",
+        f"safe.directory={ROOT}",
+        "ls-files",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    ]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return {name for name in listed.splitlines() if (ROOT / name).exists()}
 
