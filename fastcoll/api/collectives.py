@@ -39,16 +39,29 @@ Splits: TypeAlias = Sequence[int] | None
 
 
 @overload
-def all_reduce(tensor: _J, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...) -> _J: ...
+def all_reduce(tensor: _J, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...,
+    *, travel: str | None = ..., lost: Any = ...) -> _J: ...  # fmt: skip
 @overload
-def all_reduce(tensor: Tree, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...) -> Any: ...
+def all_reduce(tensor: Tree, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...,
+    *, travel: str | None = ..., lost: Any = ...) -> Any: ...  # fmt: skip
 @overload
-def all_reduce(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...) -> None: ...
+def all_reduce(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...,
+    *, travel: str | None = ..., lost: Any = ...) -> None: ...  # fmt: skip
 @overload
-def all_reduce(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: Async = ...) -> Work: ...
+def all_reduce(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: Async = ...,
+    *, travel: str | None = ..., lost: Any = ...) -> Work: ...  # fmt: skip
 @overload
-def all_reduce(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: bool = ...) -> Any: ...
-def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
+def all_reduce(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: bool = ...,
+    *, travel: str | None = ..., lost: Any = ...) -> Any: ...  # fmt: skip
+def all_reduce(
+    tensor: Any,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    travel: str | None = None,
+    lost: Any = None,
+) -> Any:
     """Reduce an array over all ranks; every rank gets the result in place, with the same bits.
 
     Args:
@@ -58,6 +71,11 @@ def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, as
         op: a predefined ReduceOp, ReduceOp.PREMUL_SUM(factor) or ReduceOp.custom(function).
         group: from `new_group`; None: the default group. On a rank outside the group the call only warns.
         async_op: return a Work at once; do not use the arrays until its `wait()` has returned.
+        travel: for float32, and SUM or AVG: "bfloat16", "float16" or "int8" (a block of 256 elements shares a scale).
+            Between nodes, elements travel in this type, and are added in float32. Inside a node, float32 is used as it
+            is, because that is faster. docs/travel.md has the bound of the error.
+        lost: with `travel`, an ndarray like `tensor`, initially zeros, which the caller keeps from call to call: what
+            rounding took from this rank's elements. It is added to them in the next call (error feedback).
 
     Returns:
         None, or a new array if `tensor` is immutable (JAX's); with `async_op` a Work.
@@ -72,7 +90,9 @@ def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, as
         >>> dist.all_reduce(x)  # two ranks: array([3., 3., 3.])
     """
     g = groups.world if group is None else member_of(group, "all_reduce")
-    return None if g is None else g.fast.all_reduce(tensor, op, async_op)
+    if travel is lost is None:
+        return None if g is None else g.fast.all_reduce(tensor, op, async_op)
+    return None if g is None else g.all_reduce_narrow(tensor, op, async_op, travel, lost)
 
 
 @overload

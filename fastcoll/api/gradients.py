@@ -18,6 +18,7 @@ import numpy as np
 from ..arrays.arrays import room_like
 from ..core.operands import whole
 from ..core.reduce_op import ReduceOp
+from ..core.travel import TRAVELS
 from ..core.work import Work
 from ..errors import UsageError
 from ..job.groups import Group, entered
@@ -37,9 +38,10 @@ class GradientReducer:
             their shapes and dtypes are used; a bucket has gradients of one dtype.
         bucket_bytes: the approximate size of a bucket; the first bucket to be reduced has a quarter of this size.
         average: whether to divide by the number of ranks; if False, compute sums.
-        travel: the dtype in which gradients of float32 and float64 are transmitted: "float16", or "bfloat16", which
-            needs ml_dtypes. The rounding error is added to this rank's gradient of the next step (error feedback).
-            None: no conversion.
+        travel: the type in which gradients travel: "bfloat16", "float16" or "int8". The rounding error is added to this
+            rank's gradient of the next step (error feedback). float32 in host memory uses `all_reduce`'s `travel`.
+            float64, arrays on GPUs and backends without `travel` are converted to 16 bits before all_reduce; this is
+            impossible for "int8", and needs ml_dtypes for "bfloat16". None: no conversion.
         find_unused: if True, gradients that are not ready when `wait` is called count as zeros, and `unused` names
             those that no rank had. If False, `wait` raises UsageError for them.
         group: from `new_group`; None: the default group.
@@ -78,14 +80,15 @@ class GradientReducer:
         if whole("bucket_bytes", bucket_bytes) < 1:
             raise UsageError(f"bucket_bytes is {bucket_bytes}; give at least 1")
         self._group, self._average, self._find_unused = group, average, find_unused
-        entered(group).backend.begin_at_once()  # the program computes while gradients are reduced
+        if travel is not None and travel not in TRAVELS:
+            raise UsageError(f"travel is {travel!r}; give {', '.join(map(repr, TRAVELS))} or None")
+        backend = entered(group).backend
+        backend.begin_at_once()  # the program computes while gradients are reduced
         self._buckets: list[_Bucket] = []
         self._place: dict[Key, _Bucket] = {}
         views: dict[Key, Any] = {}
-        narrow = _narrow(travel)
         for chunk in _cut(named, bucket_bytes):
-            wide = named[chunk[0]].dtype.name in ("float32", "float64")
-            bucket = _Bucket([(key, named[key]) for key in chunk], narrow if wide else None)
+            bucket = _Bucket([(key, named[key]) for key in chunk], travel, backend.narrows)
             self._buckets.append(bucket)
             self._place |= dict.fromkeys(chunk, bucket)
             views |= bucket.views
@@ -216,9 +219,13 @@ class GradientReducer:
         self._begun += 1
         averages = self._average and self._active is None
         bucket.work = all_reduce(
-            bucket.packed(), ReduceOp.AVG if averages else ReduceOp.SUM, self._group, async_op=True
+            bucket.packed(),
+            ReduceOp.AVG if averages else ReduceOp.SUM,
+            self._group,
+            async_op=True,
+            **bucket.narrow,
         )
-        self.bytes_sent += bucket.travels.nbytes
+        self.bytes_sent += bucket.nbytes
 
     def _finish(self, missing: Sequence[Key]) -> None:
         for key in missing:
@@ -239,11 +246,13 @@ class _Bucket:
 
     Attributes:
         flat: the gradients.
-        travels: the array that is passed to all_reduce: `flat`, or an array of the dtype `travel`.
+        travels: the array that is passed to all_reduce: `flat`, or an array of 16-bit floats.
+        narrow: further arguments of all_reduce.
+        nbytes: the bytes in which the gradients travel.
         missing: the keys of the gradients that are not ready in this step.
     """
 
-    def __init__(self, params: Sequence[tuple[Key, Any]], dtype: Any) -> None:
+    def __init__(self, params: Sequence[tuple[Key, Any]], travel: str | None, narrows: bool) -> None:
         first = params[0][1]
         sizes = [int(np.prod(param.shape)) for _, param in params]
         self.flat = np.zeros_like(first, shape=(sum(sizes),))
@@ -252,7 +261,14 @@ class _Bucket:
             key: self.flat[end - size : end].reshape(param.shape)
             for (key, param), size, end in zip(params, sizes, ends, strict=True)
         }
+        wide = self.flat.dtype.name in ("float32", "float64")
+        inside = narrows and isinstance(self.flat, np.ndarray) and self.flat.dtype == np.float32
+        dtype = _half(travel) if travel is not None and wide and not inside else None
+        self.narrow: dict[str, Any] = {}
+        if travel is not None and inside:
+            self.narrow = {"travel": travel, "lost": np.zeros_like(self.flat)}
         self.travels = self.flat if dtype is None else self.flat.astype(dtype)
+        self.nbytes = TRAVELS[travel].nbytes(self.flat.size) if travel and inside else self.travels.nbytes
         self.lost = None if dtype is None else np.zeros_like(self.flat)  # sum of the rounding errors
         self.missing: set[Key] = set(self.views)
         self.work: Work | None = None
@@ -328,12 +344,15 @@ def _cut(params: Mapping[Key, Any], bucket_bytes: int) -> Iterable[list[Key]]:
     yield bucket
 
 
-def _narrow(travel: str | None) -> Any:
-    """Return the dtype in which gradients of 32 and 64 bits are transmitted, or None if they are not converted."""
-    if travel not in (None, "float16", "bfloat16"):
-        raise UsageError(f"travel is {travel!r}; give 'float16', 'bfloat16' or None")
-    if travel != "bfloat16":
-        return None if travel is None else np.dtype(travel)
+def _half(travel: str) -> Any:
+    """Return the 16-bit dtype to which a bucket is converted if all_reduce cannot do it."""
+    if travel == "int8":
+        raise UsageError(
+            "travel='int8' needs gradients of float32 in host memory, and a backend with all_reduce(travel='int8'); "
+            "use 'bfloat16' or 'float16'"
+        )
+    if travel == "float16":
+        return np.dtype(travel)
     try:
         from ml_dtypes import bfloat16
     except ImportError as error:

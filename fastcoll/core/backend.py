@@ -254,12 +254,14 @@ class Backend(ABC):
     Attributes:
         name: the backend's name, which `backend=` takes.
         natively: the kinds of operations that the backend plans itself; other kinds are composed of these.
+        narrows: whether the backend plans an all_reduce whose array travels in a narrow type (travel.py).
         native_calls: the native calls for compiled callers; None if compiled callers must call Python for
             every operation.
     """
 
     name: ClassVar[str]
     natively: ClassVar[frozenset[str]] = NATIVE
+    narrows: bool = False
     gate: Gate
     monitor: Monitor
     messages: HostMessages

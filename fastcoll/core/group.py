@@ -17,7 +17,7 @@ from typing import Any, cast, final
 import numpy as np
 
 from ..arrays.arrays import ImportedArray, OnDeviceError, finish_all, import_array, import_list
-from ..errors import AbortedError, GroupError, UsageError
+from ..errors import AbortedError, GroupError, UnavailableError, UsageError
 from ..record import dump
 from ..record.recorder import located
 from . import arguments, operands, trees
@@ -32,6 +32,7 @@ from .point_to_point import PointToPoint
 from .reduce_op import ReduceOp
 from .refusals import Preparing
 from .request import Request
+from .travel import checked as checked_narrow
 from .trees import CONTAINERS
 from .work import Work, refuse_to_block
 
@@ -224,6 +225,21 @@ class ProcessGroup:
             call = self.planned(Operation("all_reduce", (source,), (source,), plain))
         if source is not x.array:
             call = then_split(call, source, (x.array,))
+        return self.run("all_reduce", call, (x,), async_op)
+
+    def all_reduce_narrow(
+        self, tensor: Any, op: ReduceOp, async_op: bool, travel: str | None, lost: Any
+    ) -> Any:
+        """Do `all_reduce` on an array of float32 that travels between nodes in a narrow type (travel.py)."""
+        with self.preparing("all_reduce"):
+            x = self.import_array(tensor, writable=True, functional=True)
+            narrow = checked_narrow(travel, x.array, op, lost)
+            if not self.backend.narrows:
+                raise UnavailableError(
+                    f"the group {self.name} runs on {self.backend.name}, where travel={travel!r} is not available; "
+                    "leave travel out, or use the backend 'tcp'"
+                )
+            call = self.planned(Operation("all_reduce", (x.array,), (x.array,), op, narrow=narrow))
         return self.run("all_reduce", call, (x,), async_op)
 
     def reduce(self, tensor: Any, root: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Any:

@@ -7,7 +7,8 @@ root of a scatter has inputs.
 Arrays are contiguous ndarrays, or DeviceArrays (on a GPU). An input and an output in host memory share memory only if
 they are the same array by the kind's form, or if both are the block that a rank sends to itself. Arrays on GPUs may
 overlap in any way. `parts` are further numbers in which all ranks must agree. For example, those of a coalesced call
-(one call on a list of arrays) are the sizes of its arrays.
+(one call on a list of arrays) are the sizes of its arrays. `narrow` is how the array of an all_reduce travels between
+nodes (travel.py), or None.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from .operands import scaled
 from .reduce_op import ReduceOp
+from .travel import Narrow
 
 Call = Callable[[], Any]
 """A function that carries out an operation. It blocks. If it raises GroupError or MismatchError, the outputs are
@@ -32,6 +34,7 @@ class Operation(NamedTuple):
     op: ReduceOp | None = None
     root: int = 0
     parts: tuple[int, ...] = ()
+    narrow: Narrow | None = None
 
 
 Planner = Callable[[Operation], Call]

@@ -26,6 +26,7 @@ from ..errors import MismatchError
 from .gate import Gate
 from .operations import BLOCKS_TO_ONE, KINDS, OPERATIONS, WORD, Kind
 from .reduce_op import CUSTOM, NAMES, ReduceOp
+from .travel import TRAVELS
 
 _CODES = {name: code for code, name in enumerate(OPERATIONS)}
 _DTYPES = (
@@ -120,6 +121,8 @@ _OBJECTS = {
     dtype_code(dtype) & (_DETAIL << 8 | 0xFF): dtype.itemsize for dtype in (OBJECT_SIZES, OBJECT_BYTES)
 }
 
+_TRAVELS = {dtype_code(travel.items) & (_DETAIL << 8 | 0xFF): travel.name for travel in TRAVELS.values()}
+
 
 def describe(call: int, shape: int) -> str:
     """Format a call for error texts, for example `all_reduce(float32, 3 elements, op=SUM)`.
@@ -138,6 +141,8 @@ def describe(call: int, shape: int) -> str:
     code, detail = call >> 8 & 0xFF, call >> _DETAIL_SHIFT & _DETAIL
     dtype = _DTYPES[code] if code < len(_DTYPES) else f"another dtype ({detail << 8 | code:#x})"
     parts = [dtype, f"{shape} bytes" if shape >= 0 else "blocks of different sizes"]
+    if (travel := _TRAVELS.get(detail << 8 | code)) is not None:
+        parts[0] = f"float32 that travels as {travel}"
     itemsize = _OBJECTS.get(detail << 8 | code)
     if itemsize is not None:
         several = itemsize > 1 and shape >= 0 and not call & UNEVEN

@@ -68,7 +68,7 @@ class MpiCarrier(StagedCarrier):
     # ---- collectives ---------------------------------------------------------------------------------
 
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
-        kind, outputs, inputs, op, root, _ = operation
+        kind, outputs, inputs, op, root, _, _ = operation
         if kind == "reduce" and root != self._group.rank:
             outputs = ()
         plain = None if op is None else checked(op, inputs[0].dtype)

@@ -68,7 +68,7 @@ class StagedCarrier(DeviceCarrier):
     # ---- collectives ---------------------------------------------------------------------------------
 
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
-        kind, outs, ins, op, root, parts = operation
+        kind, outs, ins, op, root, parts, _ = operation
         rank = self._group.rank
         plain = None if op is None else checked(op, (outs or ins)[0].dtype)
         down, up = ins, outs

@@ -57,7 +57,7 @@ class Compared(NamedTuple):
     @classmethod
     def of(cls, operation: Operation, size: int) -> Compared:
         """Return an operation's values in a group of `size` ranks."""
-        kind, outs, ins, op, root, parts = operation
+        kind, outs, ins, op, root, parts, _ = operation
         given, taken, absent = sizes_of(ins), sizes_of(outs), (-1,) * size
         coalesced = KINDS[kind].made_of
         if coalesced:
@@ -148,7 +148,7 @@ class StreamScope:
         Returns:
             the operation, and a function that copies its results to the original outputs.
         """
-        kind, outs, ins, op, _, sizes = operation
+        kind, outs, ins, op, _, sizes, _ = operation
         flat = self.scaled(ins[0] if len(ins) == 1 else self.copied(ins), op)
         lists = [outs] if op is not None else [outs[rank::size] for rank in range(size)]
         flats = (flat,) if op is not None else tuple(map(self.scratch_like, lists))

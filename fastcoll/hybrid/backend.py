@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from ..core.operation import Call, Operation
 from ..core.operations import KINDS
 from ..core.partition import cut, shares
 from ..core.reduce_op import AVG, ReduceOp
+from ..core.travel import Narrow, add_lost
 from ..core.work import Work
 from ..errors import AbortedError, GroupError, MismatchError, PeerDiedError, StoreError
 from ..failpoints import reach
@@ -140,6 +141,7 @@ class HybridBackend(Backend):
         self.rail = groups[1] if len(groups) > 1 else None
         self._direct = DIRECT if self.gate.size <= MEET_RANKS else 0
         self._near = near
+        self.narrows = _between_nodes() == TcpBackend.make
         everyone.route({peer: (near.pipe, index) for index, peer in enumerate(topology.local)})
         self.messages: Engine = everyone.messages
 
@@ -212,7 +214,7 @@ class HybridBackend(Backend):
 
     def _goes_through_nodes(self, operation: Operation) -> bool:
         """Return whether the internal groups carry out an operation; if not, TCP between all ranks does."""
-        kind, outputs, inputs, op, _, _ = operation
+        kind, outputs, inputs, op, _, _, _ = operation
         if kind not in _ALGORITHMS:
             return False
         sizes = [x.nbytes for x in (inputs if KINDS[kind].gives_blocks else outputs)]
@@ -227,15 +229,15 @@ class HybridBackend(Backend):
         return self._topology.even and (kind == "reduce_scatter" or len(set(sizes)) == 1)
 
     def _all_reduce(self, operation: Operation) -> None:
-        x, op = operation.outputs[0], operation.op
+        x, op, narrow = operation.outputs[0], operation.op, operation.narrow
         assert op is not None
+        add_lost(narrow, x)
         if x.nbytes > SMALL:
-            self._reduce_by_rails(x, op)
+            self._reduce_by_rails(x, op, narrow)
             return
         self.local.fast.reduce(x, 0, sum_for(op))
         if self._topology.local_rank == 0:
-            assert self.rail is not None
-            self.rail.fast.all_reduce(x, sum_for(op))
+            self._reduce_between_nodes(x, op, narrow, None if narrow is None else narrow.lost)
             self._divide(x, op)
         self.local.fast.broadcast(x, 0)
 
@@ -283,20 +285,35 @@ class HybridBackend(Backend):
             for index, rank in enumerate(ranks):
                 outs[rank].reshape(-1)[...] = everything[index, number]
 
-    def _reduce_by_rails(self, x: Array, op: ReduceOp) -> None:
+    def _reduce_between_nodes(
+        self, x: Array, op: ReduceOp, narrow: Narrow | None, lost: Array | None, async_op: bool = False
+    ) -> Work | None:
+        """Sum over this rank's rail; `lost` is the part of the call's `lost` that corresponds to x."""
+        if self.rail is None:
+            return None
+        if narrow is None:
+            done = self.rail.fast.all_reduce(x, sum_for(op), async_op=async_op)
+        else:
+            done = self.rail.all_reduce_narrow(x, sum_for(op), async_op, narrow.travel.name, lost)
+        return cast("Work | None", done)
+
+    def _reduce_by_rails(self, x: Array, op: ReduceOp, narrow: Narrow | None) -> None:
         """Reduce x segment by segment: the rails reduce the blocks of a segment while the node reduces the next one."""
         before: tuple[list[Array], Work | None] | None = None
         rails = self._topology.rails
-        segments = cut(x.reshape(-1), max(rails, rails * SEGMENT // x.itemsize))
-        for segment in segments:
+        length = max(rails, rails * SEGMENT // x.itemsize)
+        segments = cut(x.reshape(-1), length)
+        lost: Sequence[Array | None] = [None] * len(segments)
+        if narrow is not None and narrow.lost is not None:
+            lost = cut(narrow.lost.reshape(-1), length)
+        for segment, rests in zip(segments, lost, strict=True):
             blocks = self._blocks_of(segment)
             own = blocks[self._topology.local_rank]
             self.local.fast.reduce_scatter(own, blocks, sum_for(op))
             # With a single segment there is no overlap, so the hand-over to another thread would only cost time.
             overlaps = len(segments) > 1
-            work = (
-                None if self.rail is None else self.rail.fast.all_reduce(own, sum_for(op), async_op=overlaps)
-            )
+            rest = None if rests is None else self._blocks_of(rests)[self._topology.local_rank]
+            work = self._reduce_between_nodes(own, op, narrow, rest, overlaps)
             if before is not None:
                 self._share(*before, op)
             before = blocks, work

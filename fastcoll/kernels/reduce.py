@@ -18,6 +18,7 @@ import numpy as np
 from ..compiler.jit import Part, c_function
 from ..compiler.undisturbed import undisturbed
 from ..core.reduce_op import AVG, BAND, BOR, BXOR, LAND, LOR, LXOR, MAX, MIN, ReduceOp
+from ..core.travel import TRAVEL_OF, Travel
 from ..errors import ArrayError
 
 
@@ -48,8 +49,12 @@ def reducer(op: ReduceOp, dtype: np.dtype[Any]) -> Reducer:
     key = (custom or op.code, dtype)
     found = _reducers.get(key)
     if found is None:
-        refuse_undefined(op, dtype)
-        if custom is None:
+        travel = TRAVEL_OF.get(dtype)
+        if travel is None:
+            refuse_undefined(op, dtype)
+        if travel is not None:
+            address = _compile_narrow(travel)
+        elif custom is None:
             address = _compile(dtype.name)
         else:
             address = undisturbed(lambda: _import_custom().compile_custom(custom, dtype).address)
@@ -79,6 +84,44 @@ def _reduce(op, dst, srcs, n, count):
 @cache
 def _compile(dtype: str) -> int:
     return c_function(_reduce, reducer_signature(dtype), f"reductions of {dtype}", f" --dtypes {dtype}")
+
+
+NARROW, WIDEN = -1, -2
+"""The `op` by which the reducer of a narrow type (narrow.py) converts from float32, and to float32."""
+
+
+def _import_narrow() -> Any:
+    from . import narrow
+
+    return narrow
+
+
+_narrow, _widen = Part(lambda: _import_narrow().narrow), Part(lambda: _import_narrow().widen)
+_fold_blocks = Part(lambda: _import_narrow().fold_blocks)
+
+
+def _reduce_halves(op, dst, srcs, n, count):
+    if op == NARROW:
+        _narrow(dst, srcs, n, count)
+    elif op == WIDEN:
+        _widen(dst, srcs, count)
+    else:
+        _fold(op, dst, srcs, n, count)
+
+
+def _reduce_blocks(op, dst, srcs, n, count):
+    if op == NARROW:
+        _narrow(dst, srcs, n, count)
+    elif op == WIDEN:
+        _widen(dst, srcs, count)
+    else:
+        _fold_blocks(op, dst, srcs, n, count)
+
+
+@cache
+def _compile_narrow(travel: Travel) -> int:
+    function = _reduce_blocks if travel.elements > 1 else _reduce_halves
+    return c_function(function, reducer_signature(travel.name), f"reductions of float32 as {travel.name}")
 
 
 def reducer_signature(dtype: str) -> str:

@@ -23,6 +23,7 @@ from ..core.operands import Array
 from ..core.operation import Call, Operation
 from ..core.operations import KINDS, NO_ARRAY
 from ..core.status import LATER
+from ..core.travel import add_lost
 from ..errors import GroupError
 from ..kernels import waiting
 from ..p2p.engine import Engine
@@ -54,6 +55,7 @@ class ShmBackend(Backend):
     """Collectives and point-to-point between the ranks of one node, through POSIX shared memory."""
 
     name = "shm"
+    narrows = True
 
     @classmethod
     def make(
@@ -141,11 +143,20 @@ class ShmBackend(Backend):
         self.context.words[words.SHUT] = 1  # entries return LATER from now on
 
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
-        kind, outputs, inputs, op, _, parts = operation
+        kind, outputs, inputs, op, _, parts, narrow = operation
         if KINDS[kind].form == NO_ARRAY:
             return self.calls.prepared(reductions.barrier, None, signature.encode(kind), timeout=timeout)
-        spec = self.calls.spec(kind, (outputs or inputs)[0].dtype, op, parts=parts)
-        return self.calls.prepared(_ENTRIES[kind], spec, *arguments_of(operation), timeout=timeout)
+        travel = None if narrow is None else narrow.travel
+        spec = self.calls.spec(kind, (outputs or inputs)[0].dtype, op, parts=parts, travel=travel)
+        call = self.calls.prepared(_ENTRIES[kind], spec, *arguments_of(operation), timeout=timeout)
+        if narrow is None or narrow.lost is None:
+            return call
+
+        def with_lost() -> None:
+            add_lost(narrow, outputs[0])
+            call()
+
+        return with_lost
 
     # ---- symmetric arrays ----------------------------------------------------------------------------
 

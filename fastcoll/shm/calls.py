@@ -21,6 +21,7 @@ from ..core.operands import Array, refuses
 from ..core.operation import Call
 from ..core.reduce_op import ReduceOp
 from ..core.status import AGAIN, DONE, LATER, MISMATCH, MIXED, UNMAPPED, UNREADABLE, WORKED
+from ..core.travel import Travel
 from ..errors import ArrayError, ResourceError
 from ..failpoints import reach
 from ..kernels.reduce import reducer
@@ -76,13 +77,16 @@ class Calls:
         op: ReduceOp | None = None,
         *,
         parts: Sequence[int] = (),
+        travel: Travel | None = None,
     ) -> CallSpec:
         """Return the spec of a call, made at the first use; `op` is None if the call moves data.
 
         Args:
             parts: sizes of the arrays of a coalesced call; its spec is not kept.
+            travel: the narrow type that ranks compare. Elements of `dtype` are reduced as they are.
         """
-        key = (operation, op, dtype)
+        named = dtype if travel is None else travel.items
+        key = (operation, op, named)
         if not parts and key in self._specs:
             return self._specs[key]
         nbytes, largest = dtype.itemsize, self._segment.layout.slot
@@ -90,11 +94,11 @@ class Calls:
             largest //= max(1, self.gate.size - 1)
         if op is not None and nbytes > largest:
             raise ArrayError(f"an element of {dtype} has {nbytes} bytes; {operation} takes {largest} here")
-        call = signature.encode(operation, dtype, op=op, parts=parts)
+        call = signature.encode(operation, named, op=op, parts=parts)
         if operation == "message":
             call = kind_of(0, dtype)
         spec = CallSpec(call, nbytes, (0, 0) if op is None else reducer(op, dtype)[:2])
-        if not parts and self._specs.setdefault(key, spec) is spec:
+        if not parts and self._specs.setdefault(key, spec) is spec and travel is None:
             self.context.remember(signature.code_of(operation), dtype, op, spec)
         return spec
 

@@ -191,7 +191,9 @@ def test_wrong_use() -> None:
         GradientReducer([np.zeros(3, int)])
     with pytest.raises(dist.UsageError, match="give an array"):
         GradientReducer([3.0])
-    with pytest.raises(dist.UsageError, match="'int8'"):
+    with pytest.raises(dist.UsageError, match="'int8' needs gradients of float32"):
         GradientReducer([np.zeros(3)], travel="int8")
+    with pytest.raises(dist.UsageError, match="travel is 'int4'"):
+        GradientReducer([np.zeros(3)], travel="int4")
     with pytest.raises(dist.UsageError, match="bucket_bytes"):
         GradientReducer([np.zeros(3)], bucket_bytes=0)

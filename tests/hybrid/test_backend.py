@@ -67,6 +67,22 @@ def check(rank: int, size: int, nbytes: int) -> None:
     ops.equal(x, sum(ops.numbers(r, nbytes // 4) for r in range(size)) / np.float32(size))
 
 
+def check_narrow(rank: int, size: int, nbytes: int) -> None:
+    """Check that narrow types give all ranks the same bits, within the bound, and that nothing is lost but `lost`."""
+    own = [np.random.default_rng([r, nbytes]).standard_normal(nbytes // 4).astype("f4") for r in range(size)]
+    for travel, relative in (("bfloat16", 2.0**-7), ("int8", 1.01 / 127)):
+        x, lost = own[rank].copy(), np.zeros_like(own[rank])
+        dist.all_reduce(x, travel=travel, lost=lost)
+        bound = relative * 1.01 * sum(np.abs(each).max() for each in own)
+        assert np.abs(x - sum(own)).max() <= bound
+        assert np.abs(x - sum(own)).max() > 0, "elements have travelled as float32"
+        found: list = [None] * size
+        dist.all_gather_object(found, x.tobytes())
+        assert len(set(found)) == 1
+        dist.all_reduce(lost)
+        assert 0 < np.abs(lost).max() <= bound
+
+
 def call_for_ever(call: Callable[[], object]) -> None:
     while True:
         call()
@@ -77,6 +93,7 @@ def test_nodes_of_one_size(rank: int, world_size: int, start: Start) -> None:
     group = start(EVEN)
     for nbytes in SIZES:
         check(rank, world_size, nbytes)
+        check_narrow(rank, world_size, nbytes)
     group.timeout = 25.0
     parts = group.backend.local, group.backend.rail, group.backend.messages
     assert {each.timeout for each in (group, *parts)} == {25}
@@ -88,6 +105,7 @@ def test_a_node_with_a_surplus_rank(rank: int, world_size: int, start: Start) ->
     assert (group.backend.rail is None) == (rank == 2)
     for nbytes in SIZES[1:]:
         check(rank, world_size, nbytes)
+        check_narrow(rank, world_size, nbytes)
 
 
 @ranks(MIXED)
@@ -126,6 +144,7 @@ def test_one_rank_of_each_node_exchanges_small_arrays(
     monkeypatch.setattr(hybrid, "DIRECT", 0)
     start(UNEVEN)
     check(rank, world_size, SMALL - 8)
+    check_narrow(rank, world_size, SMALL - 8)
     check(rank, world_size, SMALL + 8)
 
 

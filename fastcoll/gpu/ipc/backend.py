@@ -254,7 +254,7 @@ class IpcCall(QueuedCall):
     def work(self, scope: StreamScope) -> None:
         shared, finish = self._ipc.shared, None
         assert shared is not None
-        _, outs, ins, op, _, _ = operation = self._operation
+        _, outs, ins, op, _, _, _ = operation = self._operation
         if KINDS[operation.kind].made_of:
             (_, outs, ins, *_), finish = scope.as_one(operation, self._facts.size)
         else:

@@ -133,7 +133,7 @@ class MpiBackend(Backend):
         The call returns True if it was carried out. It returns False, on all ranks, if some rank's GPU cannot reduce
         its arrays.
         """
-        kind, outputs, inputs, op, root, parts = operation
+        kind, outputs, inputs, op, root, parts, _ = operation
         arrays = inputs or outputs
         on_gpu = bool(arrays) and type(arrays[0]) is not np.ndarray
         execution = self._gpus if on_gpu else self._host

@@ -42,6 +42,7 @@ from .fast import fast_calls, folded
 from .mesh import Mesh
 from .pipe import TcpPipe
 from .plans.choose import plan_for
+from .plans.narrowed import NarrowPlans
 from .plans.plan import Plan
 from .plans.shape import MEET_RANKS, CallShape, default_limits
 from .recovery_endpoint import TcpRecoveryEndpoint
@@ -60,6 +61,7 @@ class TcpBackend(Backend):
     """Collectives and point-to-point messages between ranks on any hosts, over TCP."""
 
     name = "tcp"
+    narrows = True
     monitor: NetMonitor
 
     @classmethod
@@ -290,13 +292,13 @@ class TcpBackend(Backend):
         self,
         operation: Operation,
         timeout: float | None = None,
-        choose: Callable[[CallShape], Plan] = plan_for,
+        choose: Callable[..., Plan] = plan_for,
     ) -> Call:
         """See Backend. `choose` is the function that makes the plan.
 
         If it is `plans.choose.nothing`, the call consists of the meeting only.
         """
-        kind, outputs, inputs, op, root, parts = operation
+        kind, outputs, inputs, op, root, parts, narrow = operation
         arrays = outputs if KINDS[kind].is_in_place else (*outputs, *inputs)  # in the order of plans/plan.py
         if kind == "refused" and self.gate.size <= MEET_RANKS:
             # The headers carry the text of the refusal. A second call could not gather the texts, because ranks that
@@ -305,6 +307,12 @@ class TcpBackend(Backend):
             choose = plan_for
         dtype = arrays[0].dtype if arrays and kind != "refused" else None
         nbytes = tuple(x.nbytes for x in sized(kind, outputs, inputs))
+        if narrow is not None:
+            (x,), travel = arrays, narrow.travel
+            dtype, nbytes = travel.items, (travel.nbytes(x.size),)
+            arrays = arrays if narrow.lost is None else (x, narrow.lost)
+            if choose is plan_for:
+                choose = NarrowPlans(travel.name, x.size, narrow.lost is not None)
         key = CallKey(kind, dtype, op, root, nbytes, tuple(parts), choose)
         prepared = self._prepared.get_or_make(key, self._prepare)
 

@@ -24,6 +24,7 @@ from ...kernels.failing import failing, reached
 from ...kernels.primitives import call_reducer, load_word, store_word, word_at
 from ...kernels.pyobjects import DATA, ITEMS, LENGTH, Index, PyObject, integer, object_at
 from ...kernels.recording import record_call, record_end
+from ...kernels.reduce import NARROW, WIDEN
 from ...kernels.sockets import READABLE, WRITABLE, receive_some, send_some, wait_ready
 from ...kernels.waiting import BUDGET, now
 from . import engine_layout as w
@@ -95,6 +96,18 @@ def _reduce(c, d, target, count, items):
 
 
 @kernel
+def _convert(c, d, row):
+    """Carry out a row that converts to or from a narrow type."""
+    kind, offset, sources = load_word(row, t.KIND), load_word(row, t.OFFSET2), load_word(c, w.SOURCES)
+    store_word(sources, 0, _address_of(c, row, t.BUFFER2, t.OFFSET2))
+    store_word(sources, 1, load_word(load_word(c, w.BUFFERS), t.FIRST_ARRAY + 1) + offset)
+    code = WIDEN if kind == t.WIDEN else NARROW
+    target, count = _address_of(c, row, t.BUFFER, t.OFFSET), load_word(row, t.NBYTES) // 4
+    n = 2 if kind == t.NARROW_KEEPING else 1
+    call_reducer(load_word(d, w.REDUCER), code, target, sources, n, count)
+
+
+@kernel
 def begin_phase(c, d, row):
     """Begin the phase whose first row is `row`.
 
@@ -118,6 +131,8 @@ def begin_phase(c, d, row):
         elif load_word(at, t.KIND) == t.COPY:
             source = _address_of(c, at, t.BUFFER2, t.OFFSET2)
             copy(_address_of(c, at, t.BUFFER, t.OFFSET), source, load_word(at, t.NBYTES))
+        elif load_word(at, t.KIND) >= t.NARROW:
+            _convert(c, d, at)
         end += 1
     for word in range(2 * (end - row) * load_word(c, w.STREAMS)):
         store_word(load_word(c, w.PROGRESS), word, 0)
@@ -190,7 +205,7 @@ def sweep(c, d, listing):
     any_moved, any_left, slot, listed = False, False, 0, 0
     for number in range(first, load_word(c, w.PHASE_END)):
         row = _row_at(d, number)
-        if load_word(row, t.KIND) in (t.FOLD, t.SOURCE, t.COPY):
+        if load_word(row, t.KIND) in (t.FOLD, t.SOURCE, t.COPY, t.NARROW, t.NARROW_KEEPING, t.WIDEN):
             continue
         peer, total = load_word(row, t.PEER), load_word(row, t.NBYTES)
         for stream in range(streams):

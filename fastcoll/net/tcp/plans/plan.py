@@ -8,8 +8,8 @@
     BUFFER     the buffer (see below) that the row writes; SEND, SOURCE and PAYLOAD: the buffer that the row reads
     OFFSET     bytes into BUFFER
     NBYTES     how many bytes
-    BUFFER2    COPY: the buffer that the row reads
-    OFFSET2    COPY: bytes into BUFFER2; REDUCE: 1 if the received operand is the left one, else 0
+    BUFFER2    COPY, NARROW, WIDEN: the buffer that the row reads
+    OFFSET2    COPY, NARROW, WIDEN: bytes into BUFFER2; REDUCE: 1 if the received operand is the left one, else 0
 
     kind       meaning
     SEND       send to PEER; complete when the kernel has taken the bytes, so that the buffer may be changed
@@ -20,6 +20,9 @@
     COPY       local copy; both locations may be the same
     PAYLOAD    PHASE -1: send to PEER with the header of the meeting; PEER reads the bytes in its FRAMES, at
                offset (this rank) * `Limits.stride`
+    NARROW     local: convert NBYTES of float32 to items of a narrow type (kernels/narrow.py)
+    NARROW_KEEPING  the same with error feedback: array 1, `lost`, is read and written at OFFSET2
+    WIDEN      local: convert items to NBYTES of float32
 
 For each SEND, the peer's plan has a RECV or REDUCE of the same size in the same phase; the rows of one pair and
 direction match in row order. So the ranks in the lowest phase can always go on, and no plan deadlocks, however little
@@ -29,7 +32,7 @@ begins. No receive of a phase writes bytes that the same phase sends or reads lo
 The buffers are SCRATCH, which belongs to the group and has at least `Plan.scratch` bytes; FRAMES, which holds the data
 attached to the headers; and the arrays of the call in this order, where `..` means one array for each rank:
 
-    all_reduce            x
+    all_reduce            x                with error feedback: x, lost
     reduce, scan, exscan  out, x           out may be x; reduce writes it on the root only
     reduce_scatter        out, block 0..   out may be this rank's block
     broadcast             x
@@ -48,11 +51,11 @@ import numpy as np
 
 PHASE, KIND, PEER, BUFFER, OFFSET, NBYTES, BUFFER2, OFFSET2 = range(8)
 COLUMNS = 8
-SEND, RECV, REDUCE, FOLD, SOURCE, COPY, PAYLOAD = range(7)
+SEND, RECV, REDUCE, FOLD, SOURCE, COPY, PAYLOAD, NARROW, NARROW_KEEPING, WIDEN = range(10)
 SCRATCH, FRAMES, FIRST_ARRAY = range(3)
 ATTACHED = -1  # the phase of PAYLOAD rows
 
-LOCAL = frozenset({FOLD, SOURCE, COPY})
+LOCAL = frozenset({FOLD, SOURCE, COPY, NARROW, NARROW_KEEPING, WIDEN})
 
 Table = np.ndarray[Any, np.dtype[np.int64]]
 Location = tuple[int, int]
