@@ -40,26 +40,24 @@ Splits: TypeAlias = Sequence[int] | None
 
 @overload
 def all_reduce(tensor: _J, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...,
-    *, travel: str | None = ..., lost: Any = ...) -> _J: ...  # fmt: skip
+    travel: str | None = ..., lost: Any = ...) -> _J: ...  # fmt: skip
 @overload
-def all_reduce(tensor: Tree, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...,
-    *, travel: str | None = ..., lost: Any = ...) -> Any: ...  # fmt: skip
+def all_reduce(tensor: Tree, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...) -> Any: ...
 @overload
 def all_reduce(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...,
-    *, travel: str | None = ..., lost: Any = ...) -> None: ...  # fmt: skip
+    travel: str | None = ..., lost: Any = ...) -> None: ...  # fmt: skip
 @overload
 def all_reduce(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: Async = ...,
-    *, travel: str | None = ..., lost: Any = ...) -> Work: ...  # fmt: skip
+    travel: str | None = ..., lost: Any = ...) -> Work: ...  # fmt: skip
 @overload
 def all_reduce(tensor: Any, op: ReduceOp = ..., group: Group = ..., async_op: bool = ...,
-    *, travel: str | None = ..., lost: Any = ...) -> Any: ...  # fmt: skip
+    travel: str | None = ..., lost: Any = ...) -> Any: ...  # fmt: skip
 def all_reduce(
     tensor: Any,
     op: ReduceOp = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
-    *,
-    travel: str | None = None,
+    travel: str | None = None,  # not keyword-only: that would make each call slower
     lost: Any = None,
 ) -> Any:
     """Reduce an array over all ranks; every rank gets the result in place, with the same bits.
@@ -89,10 +87,14 @@ def all_reduce(
         >>> x = np.full(3, dist.get_rank() + 1.0)
         >>> dist.all_reduce(x)  # two ranks: array([3., 3., 3.])
     """
+    if group is None and travel is None and lost is None:  # as fast as without the last two arguments
+        return groups.world.fast.all_reduce(tensor, op, async_op)
     g = groups.world if group is None else member_of(group, "all_reduce")
-    if travel is lost is None:
-        return None if g is None else g.fast.all_reduce(tensor, op, async_op)
-    return None if g is None else g.all_reduce_narrow(tensor, op, async_op, travel, lost)
+    if g is None:
+        return None
+    if travel is None and lost is None:
+        return g.fast.all_reduce(tensor, op, async_op)
+    return g.all_reduce_narrow(tensor, op, async_op, travel, lost)
 
 
 @overload

@@ -18,7 +18,7 @@ import numpy as np
 from ..arrays.arrays import room_like
 from ..core.operands import whole
 from ..core.reduce_op import ReduceOp
-from ..core.travel import TRAVELS
+from ..core.travel import TRAVELS, refuse_unknown
 from ..core.work import Work
 from ..errors import UsageError
 from ..job.groups import Group, entered
@@ -80,8 +80,8 @@ class GradientReducer:
         if whole("bucket_bytes", bucket_bytes) < 1:
             raise UsageError(f"bucket_bytes is {bucket_bytes}; give at least 1")
         self._group, self._average, self._find_unused = group, average, find_unused
-        if travel is not None and travel not in TRAVELS:
-            raise UsageError(f"travel is {travel!r}; give {', '.join(map(repr, TRAVELS))} or None")
+        if travel is not None:
+            refuse_unknown(travel)
         backend = entered(group).backend
         backend.begin_at_once()  # the program computes while gradients are reduced
         self._buckets: list[_Bucket] = []

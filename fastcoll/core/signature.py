@@ -142,7 +142,7 @@ def describe(call: int, shape: int) -> str:
     dtype = _DTYPES[code] if code < len(_DTYPES) else f"another dtype ({detail << 8 | code:#x})"
     parts = [dtype, f"{shape} bytes" if shape >= 0 else "blocks of different sizes"]
     if (travel := _TRAVELS.get(detail << 8 | code)) is not None:
-        parts[0] = f"float32 that travels as {travel}"
+        parts = [f"float32 that travels as {travel}", f"{shape // 4} elements"]
     itemsize = _OBJECTS.get(detail << 8 | code)
     if itemsize is not None:
         several = itemsize > 1 and shape >= 0 and not call & UNEVEN

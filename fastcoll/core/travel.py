@@ -69,6 +69,11 @@ def add_lost(narrow: Narrow | None, x: Array) -> None:
         narrow.lost[...] = 0
 
 
+def refuse_unknown(travel: Any) -> None:
+    if travel not in TRAVELS:
+        raise UsageError(f"travel is {travel!r}; give {', '.join(map(repr, TRAVELS))} or None")
+
+
 def checked(travel: Any, x: Any, op: ReduceOp, lost: Any) -> Narrow:
     """Return how an array travels, or refuse the arguments.
 
@@ -76,8 +81,7 @@ def checked(travel: Any, x: Any, op: ReduceOp, lost: Any) -> Narrow:
         UsageError: the type is unknown, or the reduction is not SUM or AVG.
         ArrayError: an array does not suit.
     """
-    if travel not in TRAVELS:
-        raise UsageError(f"travel is {travel!r}; give {', '.join(map(repr, TRAVELS))} or None")
+    refuse_unknown(travel)
     if not isinstance(op, ReduceOp) or op.code not in (SUM, AVG):
         raise UsageError(f"op is {op!r}; with travel={travel!r} give ReduceOp.SUM or ReduceOp.AVG")
     if type(x) is not np.ndarray or x.dtype != np.float32:

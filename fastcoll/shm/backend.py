@@ -24,7 +24,7 @@ from ..core.operation import Call, Operation
 from ..core.operations import KINDS, NO_ARRAY
 from ..core.status import LATER
 from ..core.travel import add_lost
-from ..errors import GroupError
+from ..errors import GroupError, MismatchError
 from ..kernels import waiting
 from ..p2p.engine import Engine
 from ..p2p.pipe import Pipe
@@ -149,12 +149,18 @@ class ShmBackend(Backend):
         travel = None if narrow is None else narrow.travel
         spec = self.calls.spec(kind, (outputs or inputs)[0].dtype, op, parts=parts, travel=travel)
         call = self.calls.prepared(_ENTRIES[kind], spec, *arguments_of(operation), timeout=timeout)
-        if narrow is None or narrow.lost is None:
+        lost = None if narrow is None else narrow.lost
+        if lost is None or not lost.any():
             return call
 
         def with_lost() -> None:
+            x_before, lost_before = outputs[0].copy(), lost.copy()
             add_lost(narrow, outputs[0])
-            call()
+            try:
+                call()
+            except MismatchError:
+                outputs[0][...], lost[...] = x_before, lost_before
+                raise
 
         return with_lost
 

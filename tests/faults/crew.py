@@ -53,6 +53,7 @@ _CALLS = {
     "send_recv": _MESSAGE,
     "batch_isend_irecv": _MESSAGE,
     "irecv": _MESSAGE,
+    "all_reduce as int8": r"; all_reduce\(float32 that travels as int8, .*?\), call (\d+) of group 'WORLD'",
     "put": r"\bsymmetric\.",
     "symmetric_all_reduce": r"\ball_reduce\(.*, call \d+ of group",
 }

@@ -70,6 +70,15 @@ def test_killed_rank_of_a_long_message() -> None:
     see([die("send_recv", f"tcp.message.{place}", LONG, n, "tcp") for n, place in places])
 
 
+def test_killed_rank_of_a_call_in_a_narrow_type() -> None:
+    see(
+        [
+            die("all_reduce as int8", f"tcp.all_reduce.{place}", LONG, 1, "tcp")
+            for place in ("enter@5", "mid_chunk@20")
+        ]
+    )
+
+
 def test_killed_rank_of_four() -> None:
     see([die("all_reduce", "tcp.all_reduce.mid_chunk@9", LONG, 3, "tcp", n=4)])
 

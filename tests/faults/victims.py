@@ -72,6 +72,7 @@ def _reduce_symmetric(count: int, rank: int, n: int) -> None:
 
 STEPS: dict[str, Step] = {
     "all_reduce": lambda c, r, n: dist.all_reduce(np.ones(c, "f4")),
+    "all_reduce as int8": lambda c, r, n: dist.all_reduce(np.ones(c, "f4"), travel="int8"),
     "reduce": lambda c, r, n: dist.reduce(np.ones(c, "f4"), 0),
     "scan": lambda c, r, n: dist.scan(np.ones(c, "f4")),
     "reduce_scatter": lambda c, r, n: dist.reduce_scatter(np.ones(c, "f4"), _blocks(c, n, r)),

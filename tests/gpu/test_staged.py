@@ -273,6 +273,8 @@ def test_arrays_that_cannot_be_used_are_refused():
             group.all_gather_single(x, FakeArray(x))
         with pytest.raises(ArrayError, match="BAND"):
             group.all_reduce(FakeArray(x), ReduceOp.BAND, async_op=True)
+        with pytest.raises(ArrayError, match="travel='int8' needs an array of float32 in host memory"):
+            group.all_reduce_narrow(FakeArray(x.astype("f4")), ReduceOp.SUM, False, "int8", None)
         group.broadcast(FakeArray(x, read_only=True), 0)  # the root's array is only read
 
 

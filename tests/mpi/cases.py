@@ -188,6 +188,14 @@ def test_a_communicator_with_an_unread_message_is_not_used_again(rank, world_siz
         dist.destroy_process_group(group)
 
 
+def test_narrow_types_are_refused(rank, world_size, group):
+    x, lost = np.full(300, 0.1, "f4"), np.full(300, 0.3, "f4")
+    with pytest.raises(dist.UnavailableError, match="not available; leave travel out"):
+        dist.all_reduce(x, group=group, travel="int8", lost=lost)
+    assert (x == np.float32(0.1)).all()
+    assert (lost == np.float32(0.3)).all()
+
+
 @pytest.mark.parametrize("count", [2, 50_000])  # a call that was prepared before takes the compiled path
 def test_a_missing_rank_is_named(rank, world_size, count, group):
     x = np.ones(count)

@@ -20,6 +20,12 @@ Row = Sequence[int]
 Arrays = Sequence[np.ndarray]  # the arrays of one rank: object arrays of strings, as the plan numbers them
 Interval = tuple[int, int, int]  # a buffer, its first byte, the byte after the last
 RUBBISH = "?"
+COPIES = (
+    t.COPY,
+    t.NARROW,
+    t.NARROW_KEEPING,
+    t.WIDEN,
+)  # conversions copy symbols, whose items are as large as elements
 
 
 class PlanError(AssertionError):
@@ -132,13 +138,13 @@ def reads(row: Row) -> list[Interval]:
     """Return the bytes that a row reads; t.FOLD and t.REDUCE count as writing."""
     if row[t.KIND] in (t.SEND, t.SOURCE, t.PAYLOAD):
         return [(row[t.BUFFER], row[t.OFFSET], row[t.OFFSET] + row[t.NBYTES])]
-    if row[t.KIND] == t.COPY:
+    if row[t.KIND] in COPIES:
         return [(row[t.BUFFER2], row[t.OFFSET2], row[t.OFFSET2] + row[t.NBYTES])]
     return []
 
 
 def writes(row: Row) -> list[Interval]:
-    if row[t.KIND] in (t.RECV, t.REDUCE, t.FOLD, t.COPY):
+    if row[t.KIND] in (t.RECV, t.REDUCE, t.FOLD, *COPIES):
         return [(row[t.BUFFER], row[t.OFFSET], row[t.OFFSET] + row[t.NBYTES])]
     return []
 
@@ -170,7 +176,7 @@ class Rank:
         while not self.queues and self._phases:
             rows = self._phases.popleft()
             for number, row in enumerate(rows):
-                if row[t.KIND] == t.COPY:
+                if row[t.KIND] in COPIES:
                     self.part(row)[:] = self.interval(row[t.BUFFER2], row[t.OFFSET2], row[t.NBYTES])
                 elif row[t.KIND] == t.FOLD:
                     self._fold(row, rows[number + 1 : number + 1 + row[t.PEER]])

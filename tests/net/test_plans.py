@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcoll.net.tcp.plans import direct
+from fastcoll.core.travel import Travel
+from fastcoll.net.tcp.plans import direct, narrowed
 from fastcoll.net.tcp.plans import plan as t
 from fastcoll.net.tcp.plans.choose import ALGORITHMS, EXCHANGED, cheapest, chosen, plan_for
 from fastcoll.net.tcp.plans.shape import MEET_RANKS, CallShape, Limits, default_limits
@@ -52,6 +53,18 @@ def test_few_ranks(operation, size):
     if operation in REDUCTIONS:
         for count in (1, 131):
             check(Case(operation, size, count, flags={"ordered": True}), plan_for, ONE_PASS)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("size", [*range(1, MEET_RANKS + 1), 17])
+def test_arrays_that_travel_as_items_are_reduced_in_one_pass(size, keeps, monkeypatch):
+    monkeypatch.setattr(narrowed, "SEGMENT", 24)
+    plans = narrowed.plans_of(Travel("as it is", 1, np.dtype("V4")), keeps)
+    for count in (0, 1, 7, 131, 300):
+        made = check(
+            Case("all_reduce", size, count), plans, capacity=1 if count == 131 else 1 << 60, seed=count
+        )
+        assert all(plan.scratch <= 5 * size * 64 for plan in made)
 
 
 @pytest.mark.parametrize(

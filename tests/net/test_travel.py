@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
+from together import together
 
 from fastcoll.core.group import ProcessGroup
 from fastcoll.core.reduce_op import ReduceOp
+from fastcoll.core.travel import checked
 from fastcoll.errors import ArrayError, MismatchError, UnavailableError, UsageError
+from fastcoll.net.tcp.plans.narrowed import SEGMENT
 from net.groups import everybody, groups
 from net.meshes import default_settings, nothing_left
 
 HALVES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 BLOCK = 256
+SIZES = [1, 2, 3, 4, 5, 8]
 COUNTS = [0, 1, 255, 256, 1000, 300_001]
 
 
@@ -51,7 +57,7 @@ def reduced(made: list[ProcessGroup], arrays: list[np.ndarray], op: ReduceOp, tr
     return results[0]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", SIZES)
 def test_the_sum_is_computed_in_float32_and_rounded_once(size: int) -> None:
     with groups(size) as made:
         for count in COUNTS:
@@ -63,11 +69,15 @@ def test_the_sum_is_computed_in_float32_and_rounded_once(size: int) -> None:
                     total += each
                 result = reduced(made, arrays, ReduceOp.SUM, travel)
                 np.testing.assert_array_equal(result, rounded(total, travel))
+                u, tiny = {"bfloat16": (2.0**-8, 0), "float16": (2.0**-11, 2.0**-25)}[travel]
+                exact, magnitudes = sum(x.astype("f8") for x in arrays), sum(map(np.abs, arrays))
+                bound = (2 * u + u * u + size * 2.0**-23) * magnitudes + (size + 1) * tiny
+                assert (np.abs(result - exact) <= bound).all()
                 average = reduced(made, arrays, ReduceOp.AVG, travel)
                 np.testing.assert_array_equal(average, rounded(total / np.float32(size), travel))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", SIZES)
 def test_int8_is_within_half_a_step_of_each_operand_and_of_the_result(size: int) -> None:
     with groups(size) as made:
         for count in COUNTS:
@@ -117,6 +127,107 @@ def test_feedback_keeps_the_sum_of_what_is_lost_below_one_step(travel: str) -> N
         assert min(everybody(made, lambda g: drift(g, False))) > 100 * step
 
 
+@pytest.mark.parametrize("travel", [*HALVES, "int8"])
+def test_lost_is_what_the_items_do_not_represent(travel: str) -> None:
+    """The result of a group of one rank has exactly what the rank has sent."""
+    for count in COUNTS:
+        x, lost = numbers(0, count), np.full(count, 2.0**-9, "f4")
+        given, before = x.copy(), lost.copy()
+        with groups(1) as (group,):
+            group.all_reduce_narrow(x, ReduceOp.SUM, False, travel, lost)
+        np.testing.assert_array_equal(lost, (given + before) - x)
+        assert count < 2 or lost.any()
+
+
+def test_halves_keep_infinities_and_nan_and_lost_has_neither() -> None:
+    odd = np.array([np.inf, -np.inf, np.nan, 3e38, -0.0, 1e-44, 6e-8, 65504, 65520, 1e9] * 30, "f4")
+    with groups(2) as made, np.errstate(over="ignore", invalid="ignore"):
+        for travel in HALVES:
+            results, lost = [odd.copy() for _ in made], [np.zeros_like(odd) for _ in made]
+
+            calls = [
+                partial(group.all_reduce_narrow, result, ReduceOp.AVG, False, travel, each)
+                for group, result, each in zip(made, results, lost, strict=True)
+            ]
+            assert together(*calls) == [None, None]
+            sent = rounded(odd, travel)
+            average = (sent + sent) / np.float32(2)  # 3e38 + 3e38 is infinite in float32
+            np.testing.assert_array_equal(results[0], rounded(average, travel))
+            np.testing.assert_array_equal(results[0], results[1])
+            rest = odd - sent
+            np.testing.assert_array_equal(lost[0], np.where(np.isfinite(rest), rest, 0))
+
+
+def test_huge_numbers_and_blocks_of_zeros_in_int8() -> None:
+    x = np.zeros(3 * BLOCK, "f4")
+    x[:BLOCK], x[2 * BLOCK :] = 1.5e38, -1e-44
+    with groups(2) as made:
+        result = reduced(made, [x, x], ReduceOp.SUM, "int8").reshape(3, BLOCK)
+    np.testing.assert_allclose(result[0], 3e38, rtol=1e-6)
+    assert (result[1:] == 0).all()
+
+
+def test_lengths_are_compared_although_they_have_as_many_blocks() -> None:
+    with groups(2) as made:
+        arrays = [np.full(300 + 10 * rank, 0.1, "f4") for rank in range(2)]
+        for error in everybody(
+            made, lambda g: g.all_reduce_narrow(arrays[g.rank], ReduceOp.SUM, False, "int8", None)
+        ):
+            assert isinstance(error, MismatchError)
+            assert "int8, 300 elements" in str(error)
+            assert "int8, 310 elements" in str(error)
+        assert all((array == np.float32(0.1)).all() for array in arrays)
+
+
+def test_strided_arrays_and_asynchronous_calls() -> None:
+    with groups(2) as made:
+        whole = [np.full((50, 20), rank + 1, "f4") for rank in range(2)]
+
+        def call(group: ProcessGroup) -> None:
+            x = whole[group.rank]
+            works = [
+                group.all_reduce_narrow(part, ReduceOp.SUM, True, travel, None)
+                for part, travel in ((x[:, ::2], "bfloat16"), (x[:, 1::2], "int8"))
+            ]
+            for work in works:
+                work.wait()
+
+        assert everybody(made, call) == [None, None]
+        for x in whole:
+            np.testing.assert_allclose(x, 3, rtol=1e-6)
+
+
+def test_scratch_memory_has_the_items_of_one_segment_only() -> None:
+    arrays = [numbers(rank, 3_000_001) for rank in range(2)]
+    with groups(2) as made:
+        for travel in (*HALVES, "int8"):
+            reduced(made, arrays, ReduceOp.SUM, travel)
+        assert all(group.backend.context._scratch.nbytes <= 10 * SEGMENT for group in made)
+
+
+def test_arrays_that_are_not_in_host_memory_are_refused() -> None:
+    on_gpu = SimpleNamespace(dtype=np.dtype("f4"), size=4)
+    with pytest.raises(ArrayError, match="float32 in host memory, got SimpleNamespace"):
+        checked("int8", on_gpu, ReduceOp.SUM, None)
+
+
+@pytest.mark.parametrize("travel", [*HALVES, "int8"])
+def test_feedback_over_a_thousand_gradients_loses_one_rounding(travel: str) -> None:
+    """The result of a group of one rank is what the rank has sent."""
+    rng, lost = np.random.default_rng(7), np.zeros(600, "f4")
+    given, sent, largest = np.zeros(600), np.zeros(600), 0.0
+    relative = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "int8": 0.502 / 127}[travel]
+    with groups(1) as (group,):
+        for _ in range(1000):
+            x = (1 + rng.standard_normal(600)).astype("f4")
+            given += x
+            largest = max(largest, float(np.abs(x + lost).max()))
+            group.all_reduce_narrow(x, ReduceOp.SUM, False, travel, lost)
+            sent += x
+    in_float32 = 1000 * 2.0**-24 * largest  # x + lost is rounded to float32 in each call
+    assert np.abs(given - sent).max() <= 2 * relative * largest + in_float32
+
+
 def test_ranks_that_differ_in_the_type_are_named_and_nothing_is_changed() -> None:
     names = ["bfloat16", "float16", "int8"]
     with groups(3) as made:
@@ -142,6 +253,9 @@ def test_wrong_arguments_are_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatc
         (UsageError, "travel is 'int4'", (x, ReduceOp.SUM, False, "int4", None)),
         (UsageError, "travel is None", (x, ReduceOp.SUM, False, None, x.copy())),
         (UsageError, "SUM or ReduceOp.AVG", (x, ReduceOp.MAX, False, "int8", None)),
+        (ArrayError, "int32", (np.zeros(4, "i4"), ReduceOp.SUM, False, "int8", None)),
+        (ArrayError, "contiguous", (x, ReduceOp.SUM, False, "int8", np.zeros((4, 2), "f4")[:, 0])),
+        (ArrayError, "dict", ({"a": x}, ReduceOp.SUM, False, "int8", None)),
         (ArrayError, "float64", (np.zeros(4), ReduceOp.SUM, False, "int8", None)),
         (ArrayError, "of 4 elements", (x, ReduceOp.SUM, False, "int8", other)),
         (ArrayError, "another", (x, ReduceOp.SUM, False, "int8", x)),

@@ -42,7 +42,7 @@ from .fast import fast_calls, folded
 from .mesh import Mesh
 from .pipe import TcpPipe
 from .plans.choose import plan_for
-from .plans.narrowed import NarrowPlans
+from .plans.narrowed import plans_of
 from .plans.plan import Plan
 from .plans.shape import MEET_RANKS, CallShape, default_limits
 from .recovery_endpoint import TcpRecoveryEndpoint
@@ -292,7 +292,7 @@ class TcpBackend(Backend):
         self,
         operation: Operation,
         timeout: float | None = None,
-        choose: Callable[..., Plan] = plan_for,
+        choose: Callable[[CallShape], Plan] = plan_for,
     ) -> Call:
         """See Backend. `choose` is the function that makes the plan.
 
@@ -308,11 +308,10 @@ class TcpBackend(Backend):
         dtype = arrays[0].dtype if arrays and kind != "refused" else None
         nbytes = tuple(x.nbytes for x in sized(kind, outputs, inputs))
         if narrow is not None:
-            (x,), travel = arrays, narrow.travel
-            dtype, nbytes = travel.items, (travel.nbytes(x.size),)
-            arrays = arrays if narrow.lost is None else (x, narrow.lost)
+            dtype, keeps = narrow.travel.items, narrow.lost is not None
+            arrays = (*arrays, narrow.lost) if narrow.lost is not None else arrays
             if choose is plan_for:
-                choose = NarrowPlans(travel.name, x.size, narrow.lost is not None)
+                choose = plans_of(narrow.travel, keeps)
         key = CallKey(kind, dtype, op, root, nbytes, tuple(parts), choose)
         prepared = self._prepared.get_or_make(key, self._prepare)
 

@@ -49,6 +49,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ....core.partition import Span
+
 PHASE, KIND, PEER, BUFFER, OFFSET, NBYTES, BUFFER2, OFFSET2 = range(8)
 COLUMNS = 8
 SEND, RECV, REDUCE, FOLD, SOURCE, COPY, PAYLOAD, NARROW, NARROW_KEEPING, WIDEN = range(10)
@@ -97,6 +99,13 @@ class Rows:
     def copy(self, phase: int, location: Location, source: Location, nbytes: int) -> None:
         if location != source:
             self._add(phase, COPY, 0, location, nbytes, source)
+
+    def narrow(self, phase: int, items: Location, x: tuple[int, Span], keeps: bool) -> None:
+        """Convert a span of the buffer `x`; `keeps` is whether array 1 has what rounding takes."""
+        self._add(phase, NARROW_KEEPING if keeps else NARROW, 0, items, x[1].nbytes, (x[0], x[1].offset))
+
+    def widen(self, phase: int, x: tuple[int, Span], items: Location) -> None:
+        self._add(phase, WIDEN, 0, (x[0], x[1].offset), x[1].nbytes, items)
 
     def payload(self, peer: int, location: Location, nbytes: int) -> None:
         self._add(ATTACHED, PAYLOAD, peer, location, nbytes)
