@@ -22,8 +22,8 @@ OF_OTHERS = {
 """Private names of Python's own and of other libraries, which have no public ones for it."""
 
 ROLES = {
-    "__init__", "__main__", "backend", "calls", "command", "context", "fast", "monitor", "pipe", "recovery_endpoint",
-    "symmetric", "waiting", "work",
+    "__init__", "__main__", "backend", "calls", "command", "context", "fast", "hooks", "monitor", "pipe",
+    "recovery_endpoint", "symmetric", "waiting", "work",
 }  # fmt: skip
 """What several rooms have, each its own."""
 

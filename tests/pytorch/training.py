@@ -18,6 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from fastcoll.core.group import ProcessGroup
+from fastcoll.errors import UsageError
+from fastcoll.net.tcp.backend import TcpBackend
+from fastcoll.store.views import TorchStore
+from fastcoll.torch import hooks
+from fastcoll.torch.process_group import FastcollProcessGroup
 from pytorch import pair
 from pytorch.pair import data, equal, rank, size
 
@@ -96,6 +102,40 @@ def check_ddp_with_hooks() -> None:
 
     agree(partial(train, wrap=halves))
     agree(partial(train, wrap=low_rank, steps=6))
+
+
+def check_ddp_with_gradients_that_travel_in_narrow_types() -> None:
+    """The state is a group over TCP, because nothing is rounded in shared memory.
+
+    The losses differ from those of float32 by at most 0.2 % of the first loss.
+    """
+    ours = pair.OURS.fastcoll
+    store = TorchStore(dist.PrefixStore("travel", dist.distributed_c10d._get_default_store()))
+    backend = TcpBackend.make(store, "travel", ours.monitor.members, ours.rank, 60.0)
+    over_tcp = FastcollProcessGroup(ProcessGroup(backend), store)
+    exact = torch.tensor(train(pair.OURS, ddp, steps=20))
+
+    def losses(name: str, state: Any, **options: Any) -> torch.Tensor:
+        def wrap(model: nn.Module, group: Any) -> nn.Module:
+            wrapped = ddp(model, group, bucket_mb=1e-3)
+            wrapped.register_comm_hook(state, hooks.travel(name, **options))
+            return wrapped
+
+        return torch.tensor(train(pair.OURS, wrap, steps=20))
+
+    try:
+        for name in ("bfloat16", "float16", "int8"):
+            for feedback in (True, False):
+                found = losses(name, over_tcp, feedback=feedback)
+                assert not torch.equal(found, exact), f"{name}: gradients have travelled as float32"
+                torch.testing.assert_close(found, exact, rtol=0, atol=0.002 * float(exact[0]))
+        equal(losses("int8", pair.OURS), exact)
+    finally:
+        over_tcp.fastcoll.close()
+    with pytest.raises(UsageError, match="group of the backend fastcoll"):
+        hooks.travel("int8")(pair.GLOO, None)
+    with pytest.raises(UsageError, match="travel is 'int4'"):
+        hooks.travel("int4")
 
 
 def check_ddp_with_uneven_inputs() -> None:
