@@ -1,6 +1,6 @@
 """Time all_reduce of float32 in each narrow type, in a group of two or more ranks on one host.
 
-python -m fastcoll.launch -n 2 bench/travel.py --backend tcp
+python -m fastcoll.launch -n 2 bench/travel.py
 """
 
 from __future__ import annotations
