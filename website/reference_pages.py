@@ -25,7 +25,7 @@ _OF_FASTCOLL = {
     "errors": ("Errors", ("errors",)),
 }
 _MODULES = (
-    "symmetric", "elastic", "rpc", "rpc.autograd", "rpc.functions", "torch", "jax", "ray", "torchft"
+    "symmetric", "elastic", "rpc", "rpc.autograd", "rpc.functions", "torch", "torch.hooks", "jax", "ray", "torchft"
 )  # fmt: skip
 
 _DOCTEST = re.compile(r"((?:^ *(?:>>>|\.\.\.) .*\n)+)", re.MULTILINE)

@@ -33,7 +33,7 @@ def travel(travel: str, feedback: bool = True) -> Hook:
         UsageError: the type is unknown; in the backward pass: the group is not one of fastcoll.
         ArrayError: in the backward pass: the gradients are not float32.
 
-    Example:
+    Examples:
         >>> model = DistributedDataParallel(net)
         >>> model.register_comm_hook(None, fastcoll.torch.hooks.travel("bfloat16"))
     """
