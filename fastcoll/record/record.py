@@ -19,6 +19,7 @@ calls, read after the row, is less than n + RING: call n + RING is the first tha
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import struct
@@ -26,6 +27,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -235,17 +237,54 @@ def read(pid: int) -> Record | None:
     Raises:
         PermissionError: the process belongs to another user.
     """
+    if (found := open_record(pid)) is None:
+        return None
+    with found:
+        return found.read()
+
+
+def open_record(pid: int) -> OpenRecord | None:
+    """Open the record of a process of this user; None if it has no fastcoll group, or has ended. Never blocks.
+
+    Raises:
+        PermissionError: the process belongs to another user.
+    """
     for path in _files(pid, NAME):
         with suppress(FileNotFoundError, ProcessLookupError):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                found = parse(lambda nbytes, offset, fd=fd: os.pread(fd, nbytes, offset))  # type: ignore[misc]
-            finally:
-                os.close(fd)
+            found = OpenRecord(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             # Just after a fork, the child still has its parent's memfd; the parent's record has another start time.
-            if found is not None and found.start_time == int(status_of(pid)[19]):
+            if (record := found.read(1)) is not None and record.start_time == int(status_of(pid)[19]):
                 return found
+            found.close()
     return None
+
+
+class OpenRecord:
+    """The record of a process that can be read again and again, even after the process has ended.
+
+    Reading never blocks. When the process leaves its last group, the record has no groups left. Groups that the process
+    makes later are in another record.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def read(self, last: int = RING) -> Record | None:
+        """Read the record, with the `last` calls of each group; None if the file has none."""
+        return parse(lambda nbytes, offset: os.pread(self._fd, nbytes, offset), last)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def __enter__(self) -> OpenRecord:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def joining_since(pid: int) -> float | None:
@@ -270,8 +309,8 @@ def _files(pid: int, name: str) -> Iterator[str]:
                     yield f"{folder}/{fd}"
 
 
-def parse(read: Read) -> Record | None:
-    """Return the record in a file, or None if the file has none."""
+def parse(read: Read, last: int = RING) -> Record | None:
+    """Return the record in a file, with the `last` calls of each group, at least 1; None if the file has none."""
     head = _words(read(8 * 8, 0))
     if head.size < 8 or head[HEAD_MAGIC] != MAGIC or head[HEAD_VERSION] != VERSION:
         return None
@@ -280,17 +319,14 @@ def parse(read: Read) -> Record | None:
         return None
     epoch = int(head[HEAD_EPOCH])
     groups = []
-    for row in range(ROWS):
-        at = TABLE + 8 * ROW_WORDS * row
-        if row % 64 == 0:
-            rows = _words(read(8 * ROW_WORDS * 64, at)).reshape(-1, ROW_WORDS)
-        if row % 64 < len(rows) and rows[row % 64, 0]:
-            _, offset, nbytes, _ = map(int, rows[row % 64])
-            # These errors mean that the group is being made or closed at this moment, so it is left out.
-            with suppress(ValueError, KeyError, TypeError, IndexError, struct.error):
-                found = _group(read, offset, nbytes, epoch)
-                if found.serial == _words(read(8, at))[0]:
-                    groups.append(found)
+    table = _words(read(8 * ROW_WORDS * ROWS, TABLE)).reshape(-1, ROW_WORDS)
+    for row in np.flatnonzero(table[:, 0]).tolist():
+        _, offset, nbytes, _ = table[row].tolist()
+        # These errors mean that the group is being made or closed at this moment, so it is left out.
+        with suppress(ValueError, KeyError, TypeError, IndexError, struct.error):
+            found = _group(read, offset, nbytes, epoch, last)
+            if found.serial == _words(read(8, TABLE + 8 * ROW_WORDS * row))[0]:
+                groups.append(found)
     return Record(
         **about,
         pid=int(head[HEAD_PID]),
@@ -307,10 +343,23 @@ def _words(data: bytes) -> NDArray[np.int64]:
 def _text(read: Read, at: int, nbytes: int, crc: int, most: int) -> Any:
     """Decode a JSON text; None if its checksum is wrong."""
     data = read(int(nbytes), at) if 0 < nbytes <= most else b""
-    return json.loads(data) if data and zlib.crc32(data) == crc else None
+    return _decode(data) if data and zlib.crc32(data) == crc else None
 
 
-def _group(read: Read, offset: int, nbytes: int, epoch: int) -> GroupRecord:
+# A text never changes, so a reader that reads again decodes nothing. Ranks with the same members share one tuple of
+# them, which compares with itself at once.
+_decode = functools.lru_cache(4096)(json.loads)
+
+
+@functools.lru_cache(256)
+def _members(
+    ranks: tuple[int, ...], hosts: tuple[str, ...], places: tuple[int, ...], pids: tuple[int, ...]
+) -> tuple[MemberRecord, ...]:
+    """Return the members of a group; each member's host is hosts[place]."""
+    return tuple(map(MemberRecord, ranks, [hosts[place] for place in places], pids))
+
+
+def _group(read: Read, offset: int, nbytes: int, epoch: int, last: int) -> GroupRecord:
     data = read(nbytes, offset)
     block, after = _words(data), _words(read(RING_AT, offset))
 
@@ -332,15 +381,14 @@ def _group(read: Read, offset: int, nbytes: int, epoch: int) -> GroupRecord:
     )
     if about is None or block[SERIAL] != after[SERIAL]:
         raise ValueError("the block is not consistent")
-    members = tuple(
-        map(MemberRecord, about["ranks"], [about["hosts"][host] for host in about["host"]], about["pids"])
-    )
+    members = _members(*(tuple(about[name]) for name in ("ranks", "hosts", "host", "pids")))
 
     def time(stamp: int) -> int:
         return stamp + epoch if stamp else 0
 
     calls, finished = word(CALLS_AT), word(FINISHED_AT)
-    entries = _calls(data, block, range(max(1, word(CALLS_AT, after) - RING + 1), calls + 1), finished, time)
+    oldest = max(1, word(CALLS_AT, after) - RING + 1, calls - last + 1)
+    entries = _calls(data, block, range(oldest, calls + 1), finished, time)
     under_way = entries[-1] if entries and entries[-1].number == calls else None
     if under_way is None and calls > finished:
         under_way = CallRecord(calls, 0, 0, "under way", 0, 0)

@@ -25,6 +25,7 @@ from .waits import RankWait, side, state_of, waits_in
 MIN_WAIT_SECONDS = 0.5
 BUSY = 0.2  # cores; a process that uses more is running, whatever its state is at the moment
 GONE, LEFT, ELSEWHERE = "gone", "left", "elsewhere"
+HAS_LEFT = "has left the job"
 _MOST_NAMED = 8
 _SLEEPS = {
     "nanosleep": "a time, as in time.sleep",
@@ -98,19 +99,27 @@ class Diagnosis(NamedTuple):
 # ---- who waits for whom ------------------------------------------------------------------------------------
 
 
-def waits_of(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[RankWait]:
+def waits_of(
+    ranks: Ranks, whereabouts: Whereabouts, now: float, peers: Ranks | None = None
+) -> list[RankWait]:
     """Return the waits of all ranks at the time `now` (seconds since 1970).
 
     For each group of a rank, waits in messages come first, then the wait in its call.
+
+    Args:
+        peers: another reading of the same ranks, in which late ranks are sought; None: `ranks`. Counts of calls only
+            grow. So a rank that is late in a later reading was late when `ranks` was read, and a rank that is not late
+            in an earlier reading was not late then.
     """
-    records, found = {rank.rank: rank.record for rank in ranks.values()}, []
+    peers = ranks if peers is None else peers
+    records, found = {rank.rank: rank.record for rank in peers.values()}, []
     for rank in ranks.values():
         for group in rank.record.groups:
             for wait in sorted(waits_in(rank.rank, group, records, now), key=lambda wait: wait.number):
                 if not wait.number:
                     found.append(wait)
                 elif group.under_way is not None:
-                    found.append(wait._replace(late=_late(ranks, wait, whereabouts)))
+                    found.append(wait._replace(late=_late(peers, wait, whereabouts)))
     return found
 
 

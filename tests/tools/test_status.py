@@ -17,8 +17,9 @@ from programs import python, until
 
 from fastcoll.record.record import MemberRecord, Record
 from fastcoll.system.processes import status_of
-from fastcoll.tools import running
+from fastcoll.tools import jobs_here, running
 from fastcoll.tools.blame import ELSEWHERE, GONE, LEFT, Process, Rank, condition
+from fastcoll.tools.printing import Printer
 from fastcoll.tools.waits import state_of
 
 BEGIN = """
@@ -232,18 +233,18 @@ def test_watching_ends_with_the_job_or_by_ctrl_c(ends, tmp_path):
 
 def test_several_jobs_are_listed_with_their_commands(capsys):
     jobs = [
-        running.RunningJob(name, {0: Rank(Record(name, 0, 1, "here", 1, 1, 90.0, "1", ()), process)})
+        jobs_here.RunningJob(name, {0: Rank(Record(name, 0, 1, "here", 1, 1, 90.0, "1", ()), process)})
         for name in ("first", "second")
         for process in [Process(os.getpid(), "S", command=f"python {name}.py")]
     ]
-    running._print(jobs, [], None, False, running.Printer())
+    running._print(jobs, [], None, False, Printer())
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["job", "ranks", "for", "command"]
     assert [(row[0], row[1], row[3]) for row in lines[1:3]] == [
         ("first", "1", "python first.py"),
         ("second", "1", "python second.py"),
     ]
-    running._print(jobs[:1], [], None, False, running.Printer())
+    running._print(jobs[:1], [], None, False, Printer())
     assert not capsys.readouterr().out.startswith("job")
 
 
@@ -322,7 +323,7 @@ def test_a_rank_whose_first_thread_alone_has_ended_is_shown_as_running_on(tmp_pa
         try:
             assert rank.stdout.readline() == b"up\n"
             until(lambda: status_of(rank.pid)[0] == b"Z")
-            jobs = running.find_jobs()[0]
+            jobs = jobs_here.find_jobs()[0]
             ((job, process),) = ((job, p) for job in jobs for p in job.processes if p.pid == rank.pid)
             assert state_of(process.state).name == "sleeping"
             assert "alone.py" in process.command
@@ -342,7 +343,7 @@ def test_the_cure_depends_on_whether_a_process_writes_its_stacks():
     try:
         for handler, cure in ((signal.SIG_DFL, "py-spy dump --pid"), (lambda *_: None, "kill -QUIT")):
             signal.signal(signal.SIGQUIT, handler)
-            (found,) = running.processes([os.getpid()])
+            (found,) = jobs_here.processes([os.getpid()])
             assert condition(found)[1].startswith(f"{cure} {os.getpid()} ")
     finally:
         signal.signal(signal.SIGQUIT, before)
@@ -352,6 +353,6 @@ def test_the_cure_depends_on_whether_a_process_writes_its_stacks():
 def test_a_process_id_of_another_namespace_is_not_looked_up(seen_as, where):
     """The rank's own process has another pid in its namespace than here."""
     record = Record("job", 0, 2, "here", seen_as, 1, 0.0, "1", ())
-    job = running.RunningJob("job", {0: Rank(record, Process(os.getpid(), "S"))})
+    job = jobs_here.RunningJob("job", {0: Rank(record, Process(os.getpid(), "S"))})
     assert job.whereabouts(MemberRecord(1, "here", os.getpid())) == where
     assert job.whereabouts(MemberRecord(1, "there", os.getpid())) == ELSEWHERE
