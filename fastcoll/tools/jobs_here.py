@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.signature import describe
 from ..record.record import MemberRecord, Record, joining_since, read
@@ -299,6 +299,31 @@ def ticks_of(pid: int) -> int | None:
     except OSError:
         return None
     return int(status[11]) + int(status[12])
+
+
+class ProcessMemory(NamedTuple):
+    """The memory of a process in bytes: all that is resident, and the part of it that is shared memory."""
+
+    resident: int
+    shared: int
+
+
+def memory_of(pid: int) -> ProcessMemory | None:
+    """Return the memory of a process; None: it has ended."""
+    with suppress(OSError, KeyError):
+        lines = Path(f"/proc/{living_thread(pid)}/status").read_text().splitlines()
+        sizes = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+        resident, shared = (1024 * int(sizes[name][0]) for name in ("VmRSS", "RssShmem"))
+        return ProcessMemory(resident, shared)
+    return None
+
+
+def start_time_of(pid: int) -> int | None:
+    """Return when a process started, in clock ticks after boot; None: it has ended."""
+    with suppress(OSError):
+        status = status_of(pid)
+        return None if has_ended(status) else int(status[19])
+    return None
 
 
 def _kernel_function(pid: int) -> str:
