@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -140,9 +140,19 @@ HANGS = {  # the program; the ranks of the diagnosis, texts in it, and its end
 }  # fmt: skip
 
 
+def waits_of_rank(found: dict, rank: int) -> list[dict]:
+    return [wait for group in found["ranks"][rank]["groups"] for wait in group["in"]]
+
+
 @contextmanager
-def hangs(folder: Path, program: str, texts: list[str], more: str) -> Iterator[dict]:
-    """Yield a job whose diagnosis has these texts, as soon as all ranks have reached the hang."""
+def hangs(
+    folder: Path, program: str, texts: list[str], more: str, waiting: Sequence[int] = ()
+) -> Iterator[dict]:
+    """Yield a job whose diagnosis has these texts, as soon as all ranks have reached the hang.
+
+    Args:
+        waiting: ranks with one wait each, which appears later if a thread of theirs compiles first.
+    """
     begin = BEGIN.replace("auto", "tcp") if program in (IN_A_LOOP, POSTED) else BEGIN
     with job(folder, begin + program) as until:
         yield until(
@@ -150,6 +160,7 @@ def hangs(folder: Path, program: str, texts: list[str], more: str) -> Iterator[d
                 has_diagnosis(found)
                 and more in " ".join([found["diagnoses"][0]["text"], *found["diagnoses"][0]["more"]])
                 and all(text in found["diagnoses"][0]["text"] for text in texts)
+                and all(len(waits_of_rank(found, rank)) == 1 for rank in waiting)
             )
         )
 
@@ -201,10 +212,10 @@ def test_a_rank_that_computes_beside_an_asynchronous_operation_is_not_shown_in_i
         " has not called barrier(), call ",
         " of group WORLD, that ranks 1, 2 and 3 have",
     ]
-    with hangs(tmp_path, program, texts, "; it runs its own code") as found:
+    with hangs(tmp_path, program, texts, "; it runs its own code", [0]) as found:
         (diagnosis,) = found["diagnoses"]
         assert diagnosis["ranks"] == [0]
-        (wait,) = (wait for group in found["ranks"][0]["groups"] for wait in group["in"])
+        (wait,) = waits_of_rank(found, 0)
         assert (wait["call"], wait["waits_for"], wait["is_waiting"]) == (call, [1], False)
         shown = status(found["job"]).stdout
     (row,) = (line.split("\t") for line in shown.splitlines() if line.startswith("-->"))
