@@ -36,6 +36,7 @@ from ..compiler.elements import (
 )
 from ..core.reduce_op import AVG
 from ..core.travel import BLOCK
+from .reduce import WIDEN
 
 _FLOAT, _U32, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
 _F32 = element_of(types.float32)
@@ -216,37 +217,27 @@ def _convert(
 
 
 @intrinsic
-def narrow(typing_context, dst, srcs, n, count):
-    """Convert float32 at `srcs` to items at `dst`, with `lost` if n is 2."""
+def convert(typing_context, op, dst, srcs, n, count):
+    """Convert `count` elements of `srcs`: to items, with `lost` if n is 2, or to float32 if `op` is WIDEN."""
 
     def emit(context, builder, signature, args):
-        pointer, table, number, elements = args
+        code, pointer, table, number, elements = args
         table = builder.inttoptr(table, WORD.as_pointer())
-        sides = [(builder.ptrtoint(pointer, WORD), True), (builder.load(table), False)]
-        convert = partial(_convert, builder, dst.dtype)
-        with builder.if_else(builder.icmp_unsigned("==", number, WORD(2))) as (keeping, plain):
-            with keeping:
-                lost = builder.load(builder.gep(table, [WORD(1)]))
-                convert(_narrow_item, [*sides, (lost, False)], elements)
-            with plain:
-                convert(partial(_narrow_item, lost=None), sides, elements)
+        to, source = builder.ptrtoint(pointer, WORD), builder.load(table)
+        run = partial(_convert, builder, dst.dtype)
+        with builder.if_else(builder.icmp_signed("==", code, WORD(WIDEN))) as (widens, narrows):
+            with widens:
+                run(_widen_item, [(to, False), (source, True)], elements)
+            with narrows, builder.if_else(builder.icmp_unsigned("==", number, WORD(2))) as (keeping, plain):
+                sides = [(to, True), (source, False)]
+                with keeping:
+                    lost = builder.load(builder.gep(table, [WORD(1)]))
+                    run(_narrow_item, [*sides, (lost, False)], elements)
+                with plain:
+                    run(partial(_narrow_item, lost=None), sides, elements)
         return context.get_dummy_value()
 
-    return types.void(dst, srcs, n, count), emit
-
-
-@intrinsic
-def widen(typing_context, dst, srcs, count):
-    """Convert items at `srcs` to float32 at `dst`."""
-
-    def emit(context, builder, signature, args):
-        pointer, table, elements = args
-        items = builder.load(builder.inttoptr(table, WORD.as_pointer()))
-        sides = [(builder.ptrtoint(pointer, WORD), False), (items, True)]
-        _convert(builder, dst.dtype, _widen_item, sides, elements)
-        return context.get_dummy_value()
-
-    return types.void(dst, srcs, count), emit
+    return types.void(op, dst, srcs, n, count), emit
 
 
 @intrinsic

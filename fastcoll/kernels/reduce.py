@@ -96,24 +96,19 @@ def _import_narrow() -> Any:
     return narrow
 
 
-_narrow, _widen = Part(lambda: _import_narrow().narrow), Part(lambda: _import_narrow().widen)
-_fold_blocks = Part(lambda: _import_narrow().fold_blocks)
+_convert, _fold_blocks = Part(lambda: _import_narrow().convert), Part(lambda: _import_narrow().fold_blocks)
 
 
 def _reduce_halves(op, dst, srcs, n, count):
-    if op == NARROW:
-        _narrow(dst, srcs, n, count)
-    elif op == WIDEN:
-        _widen(dst, srcs, count)
+    if op < 0:
+        _convert(op, dst, srcs, n, count)
     else:
         _fold(op, dst, srcs, n, count)
 
 
 def _reduce_blocks(op, dst, srcs, n, count):
-    if op == NARROW:
-        _narrow(dst, srcs, n, count)
-    elif op == WIDEN:
-        _widen(dst, srcs, count)
+    if op < 0:
+        _convert(op, dst, srcs, n, count)
     else:
         _fold_blocks(op, dst, srcs, n, count)
 
