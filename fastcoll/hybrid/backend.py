@@ -237,7 +237,7 @@ class HybridBackend(Backend):
             return
         self.local.fast.reduce(x, 0, sum_for(op))
         if self._topology.local_rank == 0:
-            self._reduce_between_nodes(x, op, narrow, None if narrow is None else narrow.lost)
+            self._reduce_between_nodes(x, op, narrow)
             self._divide(x, op)
         self.local.fast.broadcast(x, 0)
 
@@ -286,15 +286,15 @@ class HybridBackend(Backend):
                 outs[rank].reshape(-1)[...] = everything[index, number]
 
     def _reduce_between_nodes(
-        self, x: Array, op: ReduceOp, narrow: Narrow | None, lost: Array | None, async_op: bool = False
+        self, x: Array, op: ReduceOp, narrow: Narrow | None, async_op: bool = False
     ) -> Work | None:
-        """Sum over this rank's rail; `lost` is the part of the call's `lost` that corresponds to x."""
+        """Sum over this rank's rail."""
         if self.rail is None:
             return None
         if narrow is None:
             done = self.rail.fast.all_reduce(x, sum_for(op), async_op=async_op)
         else:
-            done = self.rail.all_reduce_narrow(x, sum_for(op), async_op, narrow.travel.name, lost)
+            done = self.rail.all_reduce_narrow(x, sum_for(op), async_op, narrow.travel.name, narrow.lost)
         return cast("Work | None", done)
 
     def _reduce_by_rails(self, x: Array, op: ReduceOp, narrow: Narrow | None) -> None:
@@ -303,17 +303,16 @@ class HybridBackend(Backend):
         rails = self._topology.rails
         length = max(rails, rails * SEGMENT // x.itemsize)
         segments = cut(x.reshape(-1), length)
-        lost: Sequence[Array | None] = [None] * len(segments)
-        if narrow is not None and narrow.lost is not None:
-            lost = cut(narrow.lost.reshape(-1), length)
-        for segment, rests in zip(segments, lost, strict=True):
+        lost = None if narrow is None or narrow.lost is None else cut(narrow.lost.reshape(-1), length)
+        for number, segment in enumerate(segments):
             blocks = self._blocks_of(segment)
             own = blocks[self._topology.local_rank]
             self.local.fast.reduce_scatter(own, blocks, sum_for(op))
             # With a single segment there is no overlap, so the hand-over to another thread would only cost time.
             overlaps = len(segments) > 1
-            rest = None if rests is None else self._blocks_of(rests)[self._topology.local_rank]
-            work = self._reduce_between_nodes(own, op, narrow, rest, overlaps)
+            if narrow is not None and lost is not None:  # what rounding takes from this rank's block
+                narrow = narrow._replace(lost=self._blocks_of(lost[number])[self._topology.local_rank])
+            work = self._reduce_between_nodes(own, op, narrow, overlaps)
             if before is not None:
                 self._share(*before, op)
             before = blocks, work
