@@ -45,12 +45,16 @@ def targets(path: str, text: str) -> Iterator[str]:
 
 
 def _resolved(path: str, link: str) -> str:
-    return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
+    """Return where a link leads in the repository; the links on a folder's page begin in the folder."""
+    folder = path if (ROOT / path).is_dir() else posixpath.dirname(path)
+    return posixpath.normpath(posixpath.join(folder, link))
 
 
-def _shown(path: str) -> str:
-    """Return the text of a page that shows a program, or lists those of a folder."""
+def _text_of(path: str) -> str:
+    """Return the text of the page for a page, a program, or a folder, whose programs it lists."""
     place = ROOT / path
+    if path.endswith(".md"):
+        return place.read_text()
     if place.is_dir():
         programs = sorted(each.relative_to(ROOT).as_posix() for each in place.rglob("*.py"))
         lines = [f"- [{each}]({posixpath.relpath(each, path)})" for each in programs]
@@ -77,18 +81,14 @@ def on_files(files: Files, config: Any) -> Files:
         path = found.pop()
         if path in texts or path.startswith("docs/"):
             continue
-        uri, content = uri_of(path), None
-        if not path.endswith(".png"):
-            is_page = path.endswith(".md")
-            content = (ROOT / path).read_text() if is_page else _shown(path)
-            found += (
-                targets(path if is_page else f"{path}/x", content)
-                if is_page or (ROOT / path).is_dir()
-                else []
-            )
-        source = {"content": content} if content is not None else {"abs_src_path": str(ROOT / path)}
-        files.append(made := File.generated(config, uri, **source))
-        made.edit_uri, texts[path] = path, content or ""
+        if path.endswith(".png"):
+            texts[path], source = "", {"abs_src_path": str(ROOT / path)}
+        else:
+            texts[path] = _text_of(path)
+            source = {"content": texts[path]}
+            found += [] if path.endswith(".py") else targets(path, texts[path])
+        files.append(made := File.generated(config, uri_of(path), **source))
+        made.edit_uri = path
     for uri, content in reference_pages.pages():
         files.append(File.generated(config, uri, content=content))
     return files
@@ -102,10 +102,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return markdown
     page.meta["search"] = {"exclude": not path.startswith("docs/") and path not in _START}
     folder = posixpath.dirname(page.file.src_uri)
-    at = path if path.endswith(".md") else f"{path}/x"
 
     def on_the_site(link: re.Match[str]) -> str:
-        target = _resolved(at, link[2])
+        target = _resolved(path, link[2])
         return f"{link[1]}{posixpath.relpath(uri_of(target), folder or '.')}{link[3] or ''}"
 
     parts = re.split(r"(^(`{3,}).*?^\2$)", markdown, flags=re.MULTILINE | re.DOTALL)
