@@ -22,6 +22,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 BLOCK = 256
 """Elements that share a scale in int8. The scale adds 1.6 % to the bytes."""
 
+NARROW, WIDEN = -1, -2
+"""The `op` by which the reducer of a narrow type (kernels/narrow.py) converts from float32, and to float32."""
+
 
 class Travel(NamedTuple):
     """A narrow type.

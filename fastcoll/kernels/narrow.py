@@ -35,8 +35,7 @@ from ..compiler.elements import (
     splat,
 )
 from ..core.reduce_op import AVG
-from ..core.travel import BLOCK
-from .reduce import WIDEN
+from ..core.travel import BLOCK, WIDEN
 
 _FLOAT, _U32, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
 _F32 = element_of(types.float32)

@@ -86,10 +86,6 @@ def _compile(dtype: str) -> int:
     return c_function(_reduce, reducer_signature(dtype), f"reductions of {dtype}", f" --dtypes {dtype}")
 
 
-NARROW, WIDEN = -1, -2
-"""The `op` by which the reducer of a narrow type (narrow.py) converts from float32, and to float32."""
-
-
 def _import_narrow() -> Any:
     from . import narrow
 

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from ...compiler.jit import entry, inlined, kernel
 from ...core.status import AGAIN, DONE, GARBLED, LATER, WORKED
+from ...core.travel import NARROW, WIDEN
 from ...failpoints import number_of
 from ...kernels.copy import copy, move
 from ...kernels.failing import failing, reached
 from ...kernels.primitives import call_reducer, load_word, store_word, word_at
 from ...kernels.pyobjects import DATA, ITEMS, LENGTH, Index, PyObject, integer, object_at
 from ...kernels.recording import record_call, record_end
-from ...kernels.reduce import NARROW, WIDEN
 from ...kernels.sockets import READABLE, WRITABLE, receive_some, send_some, wait_ready
 from ...kernels.waiting import BUDGET, now
 from . import engine_layout as w
