@@ -27,7 +27,7 @@ from fastcoll.launch.command import main as launch
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.name: path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]}
-SPECIAL = ("README.md", "elastic.md", "launching.md", "recovery.md", "testing.md")
+SPECIAL = ("README.md", "elastic.md", "launching.md", "testing.md")
 IN_NEW_PROCESSES = ("launching.md", "pytorch.md", "trace.md")
 REFERENCE = ("operations.md", "errors.md")
 MOST_LINES = {"README.md": 150, "CHANGELOG.md": 1000}

@@ -127,7 +127,7 @@ def test_wrong_arguments() -> None:
 
 
 def test_the_program_of_the_page(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "recovery.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "elastic.md").read_text().partition("\n## Shrink\n")[2]
     (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     command, *shown = re.findall(r"^(?:\$ .*|\[\d\] .*)$", page, re.MULTILINE)
     (tmp_path / "program.py").write_text(block)
