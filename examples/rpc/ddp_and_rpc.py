@@ -4,7 +4,10 @@
 
 Ranks 0 and 1 train, each on half of a batch. DDP averages the gradients of their dense layers, by collective calls on
 the group of the trainers (backend fastcoll). The table of embeddings, which may be too large for a trainer, is on rank
-2; trainers call it by RPC, and distributed autograd sends its gradients there.
+2; trainers call it by RPC, and distributed autograd sends its gradients there, from each trainer in its own context.
+So over both trainers the table changes by the sum of the gradients, and the dense layer by their mean. A fast trainer
+could read the table before the other one has changed it: the average of the loss over the trainers, after each step,
+makes them wait for each other, so the result is always the same.
 """
 
 import os

@@ -4,7 +4,8 @@
 
 Rank 0 leads. It sends each micro-batch to the first stage, and the RRef of the first stage's output to the second
 stage. The activations are sent from stage to stage, not through rank 0. The result equals that of one process and of
-one batch.
+one batch. Each call runs in a thread of its rank. The lock in `Stage.forward` lets the layers compute one micro-batch
+at a time, on all cores of the rank; a call takes it after `to_here()`, so no thread waits for data while it holds it.
 """
 
 import os
