@@ -27,8 +27,8 @@ from fastcoll.launch.command import main as launch
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.name: path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]}
-SPECIAL = ("README.md", "elastic.md", "launching.md", "testing.md")
-IN_NEW_PROCESSES = ("launching.md", "pytorch.md", "trace.md")
+SPECIAL = ("README.md", "elastic.md", "running.md", "testing.md")
+IN_NEW_PROCESSES = ("running.md", "pytorch.md", "trace.md")
 REFERENCE = ("operations.md", "errors.md")
 MOST_LINES = {"README.md": 150, "CHANGELOG.md": 1000}
 
@@ -122,8 +122,8 @@ def test_programs_that_are_started_otherwise_print_what_is_shown(tmp_path):
     command, shown = blocks("README.md", "console")[0].split("\n", 1)
     for name, code, words, expected in (
         ("hello.py", programs("README.md")[0], command.removeprefix("$ python ").split(), shown),
-        ("running.py", runnable("launching.md")[0], ["running.py"], "[0] in the ranks\n[1] in the ranks\n"),
-        ("spawning.py", programs("launching.md")[0], ["spawning.py"], "both ranks have ended well\n"),
+        ("running.py", runnable("running.md")[0], ["running.py"], "[0] in the ranks\n[1] in the ranks\n"),
+        ("spawning.py", programs("running.md")[0], ["spawning.py"], "both ranks have ended well\n"),
     ):
         (tmp_path / name).write_text(code)
         done = run(*words, cwd=tmp_path)
@@ -210,7 +210,7 @@ def test_the_table_of_exceptions():
 
 
 @pytest.mark.parametrize(
-    ("page", "command"), [("launching.md", launch), ("benchmark.md", bench), ("comparison.md", versus)]
+    ("page", "command"), [("running.md", launch), ("benchmark.md", bench), ("comparison.md", versus)]
 )
 def test_every_option_is_described(page, command, capsys):
     with pytest.raises(SystemExit):
