@@ -71,7 +71,7 @@ def all_reduce(
         async_op: return a Work at once; do not use the arrays until its `wait()` has returned.
         travel: for float32, and SUM or AVG: "bfloat16", "float16" or "int8" (a block of 256 elements shares a scale).
             Between nodes, elements travel in this type, and are added in float32. Inside a node, float32 is used as it
-            is, because that is faster. docs/travel.md has the bound of the error.
+            is, because that is faster. docs/operations.md has the bound of the error.
         lost: with `travel`, an ndarray like `tensor`, initially zeros, which the caller keeps from call to call: what
             rounding took from this rank's elements. It is added to them in the next call (error feedback).
 

@@ -119,7 +119,7 @@ class SymmetricTable:
 
 # Bytes. Smaller arrays use the ordinary algorithm, which waits for all ranks once instead of twice. Microseconds of an
 # all_reduce after an in-place product of the array, first by the ordinary algorithm, then by the one of this file (2
-# cores of an EPYC; docs/symmetric.md): for 8 KiB 2.5 and 1.7 with 2 ranks, 10.6 and 13.6 with 4 ranks; for 16 KiB 3.5
+# cores of an EPYC; docs/arrays.md): for 8 KiB 2.5 and 1.7 with 2 ranks, 10.6 and 13.6 with 4 ranks; for 16 KiB 3.5
 # and 2.0 with 2 ranks, 14.1 and 13.3 with 4 ranks.
 SMALLEST = 16 << 10
 PIECE = 64 << 10  # bytes reduced before they are stored to the peers; 16 to 256 KiB took the same time
