@@ -190,7 +190,7 @@ def locked_entry(function: Callable[..., Any]) -> Entry:
 
 
 NJIT = " --njit"
-"""The option of `python -m fastcoll.warmup` that also compiles the functions for compiled callers (docs/njit.md)."""
+"""The option of `python -m fastcoll.warmup` that also compiles what compiled callers call (docs/compiled.md)."""
 
 
 def c_function(

@@ -5,7 +5,8 @@
 >>> y = jax.jit(lambda x: fj.all_reduce(x * 2))(x)
 
 All ranks make the same calls in the same order, as everywhere in fastcoll. A call changes no array in place and returns
-a new one. `all_reduce` explains the arguments that all functions share; docs/jax.md has derivatives, errors and tokens.
+a new one. `all_reduce` explains the arguments that all functions share; docs/compiled.md has derivatives, errors and
+tokens.
 """
 
 from __future__ import annotations
