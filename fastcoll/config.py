@@ -83,7 +83,7 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_SHM_ALGORITHMS": Setting(
         str,
         "",
-        "algorithms that large calls on a node may use, for example direct,close (docs/benchmark.md); default: all",
+        "algorithms that large calls on a node may use, for example direct,close (docs/tuning.md); default: all",
     ),
     "FASTCOLL_SHARED_ARRAYS": Setting(
         _switch,

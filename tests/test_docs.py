@@ -28,8 +28,8 @@ from fastcoll.launch.command import main as launch
 ROOT = Path(__file__).parent.parent
 PAGES = {path.name: path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]}
 SPECIAL = ("README.md", "elastic.md", "running.md", "testing.md")
-IN_NEW_PROCESSES = ("running.md", "pytorch.md", "trace.md")
-REFERENCE = ("operations.md", "errors.md")
+IN_NEW_PROCESSES = ("running.md", "pytorch.md", "debugging.md")
+REFERENCE = ("operations.md", "debugging.md")
 MOST_LINES = {"README.md": 150, "CHANGELOG.md": 1000}
 
 
@@ -132,11 +132,11 @@ def test_programs_that_are_started_otherwise_print_what_is_shown(tmp_path):
 
 @pytest.mark.long  # three ranks wait for their timeout
 def test_the_trace_that_is_shown(tmp_path):
-    (tmp_path / "train.py").write_text(runnable("trace.md")[0])
+    (tmp_path / "train.py").write_text(runnable("debugging.md")[0])
     environment = {**os.environ, "FASTCOLL_TRACE_DIR": "traces", "FASTCOLL_TRACE_SITES": "1"}
     assert run("-m", "fastcoll.launch", "-n", "4", "train.py", cwd=tmp_path, env=environment).returncode == 1
     found = " ".join(run("-m", "fastcoll", "trace", "traces", cwd=tmp_path).stdout.split())
-    (shown,) = blocks("trace.md", "text")
+    (shown,) = blocks("debugging.md", "text")
     for sentence in re.findall(r"Ranks 0.*?came\.|it is in load.*?\)\.", " ".join(shown.split())):
         assert re.sub(r"/tmp/train.py", str(tmp_path / "train.py"), sentence) in found, found
 
@@ -193,14 +193,14 @@ def test_names_listed_as_missing_are_missing():
 
 
 def test_the_table_of_settings():
-    rows = re.findall(r"^\| `(FASTCOLL_\w+)` \| (.*?) \| (.*?) \|$", text("errors.md"), re.MULTILINE)
+    rows = re.findall(r"^\| `(FASTCOLL_\w+)` \| (.*?) \| (.*?) \|$", text("install.md"), re.MULTILINE)
     assert rows == [(name, str(s.default) or "(empty)", s.meaning) for name, s in config.SETTINGS.items()]
     mentioned = {name for page in PAGES for name in re.findall(r"FASTCOLL_[A-Z_]*[A-Z]", text(page))}
     assert mentioned - set(config.SETTINGS) == config.OF_THE_BUILD
 
 
 def test_the_table_of_exceptions():
-    rows = dict(re.findall(r"^\| `(\w+Error)` \| (.*?) \| .* \|$", text("errors.md"), re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+Error)` \| (.*?) \| .* \|$", text("debugging.md"), re.MULTILINE))
     tree = {
         name: ", ".join(base.__name__ for base in kind.__bases__)
         for name, kind in vars(errors).items()
@@ -210,7 +210,7 @@ def test_the_table_of_exceptions():
 
 
 @pytest.mark.parametrize(
-    ("page", "command"), [("running.md", launch), ("benchmark.md", bench), ("comparison.md", versus)]
+    ("page", "command"), [("running.md", launch), ("tuning.md", bench), ("tuning.md", versus)]
 )
 def test_every_option_is_described(page, command, capsys):
     with pytest.raises(SystemExit):
