@@ -185,11 +185,20 @@ def test_names_that_only_torch_has_are_listed():
 
 
 def test_names_listed_as_missing_are_missing():
-    rows = text("porting.md").partition("## What is missing")[2].partition("## Questions")[0]
+    rows = text("porting.md").partition("## What is missing")[2].partition("\n## ")[0]
     cells = " ".join(re.findall(r"^\| (`.*?) \|", rows, re.MULTILINE))
     listed = re.findall(r"`(\w+)`", cells)
     assert len(listed) > 20
     assert sorted(set(listed) & set(fastcoll.__all__)) == []
+
+
+def test_names_listed_as_equivalents_exist():
+    kinds = {"dist": fastcoll, "elastic": fastcoll.elastic, "rpc": fastcoll.rpc, "work": fastcoll.Work}
+    kinds |= {"reducer": fastcoll.GradientReducer, "ReduceOp": fastcoll.ReduceOp}
+    cells = " ".join(re.findall(r"`([^`]+)`", text("porting.md").partition("\n## mpi4py\n")[2]))
+    listed = set(re.findall(rf"(?<![\w.])({'|'.join(kinds)})\.(\w+)", cells))
+    assert len(listed) > 50
+    assert [f"{kind}.{name}" for kind, name in listed if not hasattr(kinds[kind], name)] == []
 
 
 def test_the_table_of_settings():
