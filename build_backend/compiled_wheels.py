@@ -5,7 +5,8 @@ the wheel is one for this version of Python and Linux on x86-64, and nothing of 
 is not set, the wheel is for any platform, and functions compile at first use.
 
 FASTCOLL_BUILD_URL is the address of the repository, such as https://github.com/OWNER/NAME. The metadata then has links
-to it and to the files that README.md links to. If it is not set, the metadata has neither: the links are plain text.
+to it and to the files that README.md links to, and README.md's picture. If it is not set, the metadata has none of
+these: the links are plain text.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ LEVELS = "FASTCOLL_BUILD_LEVELS"
 URL = "FASTCOLL_BUILD_URL"
 # The oldest glibc whose functions the code calls is older than that of any Python that fastcoll supports.
 PLATFORM = "manylinux_2_17_x86_64"
-_RELATIVE_LINK = re.compile(r"\[([^\]]*)\]\((?!https?://|#)([^)\s]+)\)")
+_RELATIVE_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?://|#)([^)\s]+)\)")
+_RELATIVE_IMAGE = re.compile(r"!\[([^\]]*)\]\((?!https?://)([^)\s]+)\)\n*")
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
@@ -50,9 +52,10 @@ class EggInfo(egg_info):
         super().finalize_options()
         metadata, url = self.distribution.metadata, os.environ.get(URL, "").rstrip("/")
         files = f"{url}/blob/v{metadata.version}"
-        metadata.long_description = _RELATIVE_LINK.sub(
-            rf"[\1]({files}/\2)" if url else r"\1", metadata.long_description
+        text = _RELATIVE_IMAGE.sub(
+            rf"![\1]({url}/raw/v{metadata.version}/\2)\n\n" if url else "", metadata.long_description
         )
+        metadata.long_description = _RELATIVE_LINK.sub(rf"[\1]({files}/\2)" if url else r"\1", text)
         if url:
             metadata.project_urls = {
                 "Source": url,

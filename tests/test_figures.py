@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+import speed_picture
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -140,3 +141,15 @@ def test_the_readme_names_every_cell_in_which_mpi_is_faster():
     }
     sentence = re.search(r"slower than the better MPI only at 4 MiB of (.*?)\.\s", text("README.md"))[1]
     assert {(name, "4M") for name in re.findall(r"`(\w+)`", sentence)} == behind
+
+
+def test_the_picture_of_the_readme_has_the_recorded_times():
+    panels = speed_picture.draw().axes
+    assert [panel.get_title(loc="left") for panel in panels] == list(speed_picture.OPERATIONS)
+    for panel in panels:
+        sized = re.compile(rf"{panel.get_title(loc='left')}, [^|]*\| \d")
+        found = [row for row in rows("versus-2-ranks") if sized.match(row[0])]
+        assert len(found) == 9
+        for side, line in zip(speed_picture.SIDES.values(), panel.lines, strict=True):
+            recorded = [numbers(cell(columns, cells, f"{side}, µs"))[0] for _, columns, cells in found]
+            assert recorded == line.get_ydata().tolist()

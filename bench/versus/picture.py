@@ -11,7 +11,7 @@ from .outcome import Comparison, SideTimes
 from .record import placement
 
 # Okabe and Ito's colours, which colour-blind people can distinguish.
-_LOOKS = {
+LOOKS = {
     "fastcoll": ("#D55E00", "o", 2.4),
     "openmpi": ("#0072B2", "s", 1.4),
     "openmpi-tcp": ("#56B4E9", "v", 1.4),
@@ -61,7 +61,7 @@ def _lines(panel: Any, comparison: Comparison, operation: str) -> None:
         shown = [(size, side.typical((operation, size))) for size in sizes]
         points = [(size, seconds * 1e6) for size, seconds in shown if seconds is not None]
         if points:
-            colour, mark, width = _LOOKS[side.name]
+            colour, mark, width = LOOKS[side.name]
             panel.plot(
                 *zip(*points, strict=True), marker=mark, color=colour, linewidth=width, markersize=4,
                 label=side.label, zorder=3 if side.name == "fastcoll" else 2,
@@ -92,7 +92,7 @@ def _bars(panel: Any, comparison: Comparison, operation: str) -> None:
     """Draw an operation without data: one bar per side."""
     known = [(side, side.typical((operation, 0))) for side in comparison.sides]
     shown = [(side, seconds * 1e6) for side, seconds in known if seconds is not None][::-1]
-    colours = [_LOOKS[side.name][0] for side, _ in shown]
+    colours = [LOOKS[side.name][0] for side, _ in shown]
     bars = panel.barh([side.label for side, _ in shown], [micros for _, micros in shown], color=colours)
     panel.bar_label(bars, [f" {_duration(micros)}" for _, micros in shown], fontsize=8)
     panel.set_xscale("log")
