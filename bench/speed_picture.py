@@ -37,6 +37,7 @@ def times(operation: str) -> dict[str, list[tuple[int, float]]]:
 
 def draw() -> Figure:
     figure = Figure(figsize=(10, 3.1), layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     panels = figure.subplots(1, len(OPERATIONS), sharey=True)
     for panel, operation in zip(panels, OPERATIONS, strict=True):
         for side, points in times(operation).items():
