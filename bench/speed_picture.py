@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from versus.picture import LOOKS
 
 ROOT = Path(__file__).parent.parent
@@ -36,8 +37,9 @@ def times(operation: str) -> dict[str, list[tuple[int, float]]]:
 
 
 def draw() -> Figure:
-    figure = Figure(figsize=(10, 3.1), layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+    """Return the picture: a panel for each operation, and in it a line for each side."""
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+    figure = Figure(figsize=(10, 3.1), layout=layout, facecolor="white")
     panels = figure.subplots(1, len(OPERATIONS), sharey=True)
     for panel, operation in zip(panels, OPERATIONS, strict=True):
         for side, points in times(operation).items():
@@ -63,4 +65,4 @@ def draw() -> Figure:
 
 
 if __name__ == "__main__":
-    draw().savefig(PICTURE, dpi=120, metadata={"Software": None})
+    draw().savefig(PICTURE, dpi=120)
