@@ -158,7 +158,7 @@ before = sorted(os.listdir("/proc/self/fd")), threading.active_count()
 import fastcoll
 after = sorted(os.listdir("/proc/self/fd")), threading.active_count()
 print(json.dumps({
-    "modules": sorted(sys.modules), "read": read, "events": events, "same": before == after,
+    "modules": sorted(sys.modules), "read": [*read], "events": events, "same": before == after,
     "dir": dir(fastcoll),
     "missing": [name for name in fastcoll.__all__ if not hasattr(fastcoll, name)],
 }))

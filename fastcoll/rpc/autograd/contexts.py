@@ -29,7 +29,8 @@ from .passes import Pass
 _SHIFT = 48  # the number of bits below the worker's number in an id
 
 
-_OWN_REFERENCES = 2  # sys.getrefcount of an object to which only one local variable refers
+# sys.getrefcount of an object to which only one local variable refers; Python 3.14 borrows the argument from it.
+_OWN_REFERENCES = 1 if sys.version_info >= (3, 14) else 2
 
 
 def _is_exclusive(gradient: Any) -> bool:
