@@ -16,7 +16,7 @@ from . import config
 OLDEST = {"Python": (3, 10), "NumPy": (1, 26), "Numba": (0, 60)}
 """The oldest versions that the tests run with; pyproject.toml requires the same."""
 TESTED = {
-    "Python": (OLDEST["Python"], (3, 13)),
+    "Python": (OLDEST["Python"], (3, 14)),
     "NumPy": (OLDEST["NumPy"], (2, 5)),
     "Numba": (OLDEST["Numba"], (0, 68)),
     "torch": ((2, 13), (2, 15)),
