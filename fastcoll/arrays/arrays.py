@@ -7,6 +7,7 @@ call uses a contiguous copy, which `finish` copies back if the call writes. Afte
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -127,7 +128,8 @@ def _libraries(x: Any) -> list[str]:
 
 def _as_ndarray(x: Any, what: str, writable: bool, functional: bool) -> Array | ImportedArray:
     """Return an array of another type as an ndarray over its memory, or imported."""
-    if isinstance(x, np.ma.MaskedArray):
+    # The import of numpy.ma takes 50 ms; before it there are no masked arrays.
+    if "numpy.ma" in sys.modules and isinstance(x, np.ma.MaskedArray):
         raise ArrayError(
             f"{what} is a masked array, whose mask would be ignored; give x.filled(value) or x.data"
         )

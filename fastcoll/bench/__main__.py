@@ -3,12 +3,16 @@
 import sys
 from collections.abc import Sequence
 
-from . import command, tune
+from . import command
 
 
 def main(words: Sequence[str]) -> int:
     """Run the benchmark, or its tuning, with the arguments of a command line; return the exit code."""
-    return tune.main(words) if "--tune" in words else command.main(words)
+    if "--tune" in words:
+        from . import tune  # imports the backend, which the parent of ranks does not need
+
+        return tune.main(words)
+    return command.main(words)
 
 
 if __name__ == "__main__":  # the workers import this module again

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from ..arrays.dtypes import parse_dtype
 from ..errors import UnavailableError, UsageError, install
 from ..job.backends import parse_backend
-from ..launch.spawn import ProcessExitedError, ProcessRaisedError, spawn
 from ..rendezvous.detect import Detected, detect
 from . import cases
 from .cases import argument, listed, parse_operation, positive, writable
@@ -80,6 +79,8 @@ def run_ranks(worker: Callable[..., int | None], launched: Detected, ranks: int,
     """
     if launched.world_size is not None:
         return worker(launched.local_rank or 0, {}, *arguments) or OK
+    from ..launch.spawn import ProcessExitedError, ProcessRaisedError, spawn
+
     with tempfile.TemporaryDirectory(prefix="fastcoll-bench-") as folder:
         try:
             spawn(_run_spawned, (worker, f"file://{folder}/meeting", ranks, arguments), ranks)

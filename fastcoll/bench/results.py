@@ -8,13 +8,11 @@ busbw           algbw times the operation's bus factor: the bandwidth that each 
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -163,6 +161,8 @@ def in_short(run: Run) -> list[str]:
 
 def machine(usable_cores: int) -> dict[str, Any]:
     """Return facts about this machine and its software, for JSON; the ranks share `usable_cores` cores."""
+    from importlib.metadata import version  # imports email; no rank needs it before its first call
+
     return {
         "hostname": os.uname().nodename,
         "cpu": tuning_cache.machine().rpartition(", ")[0],
@@ -171,7 +171,7 @@ def machine(usable_cores: int) -> dict[str, Any]:
         "usable_cores": usable_cores,
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "numpy": version("numpy"),
+        "numpy": np.__version__,
         "numba": version("numba"),
         "fastcoll": __version__,
     }
@@ -221,6 +221,8 @@ def write_json(path: Path, run: Run) -> None:
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write the rows as CSV with a line of names; `wrong` is empty in an unchecked row."""
+    import csv
+
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([[field.name for field in fields(Row)], *map(astuple, rows)])
 

@@ -59,17 +59,7 @@ a core of its own, smaller segments overlap more."""
 _REASON_SECONDS = 1.0
 
 
-def make_auto(store: Store, name: str, members: Sequence[Member], rank: int, timeout: float) -> Backend:
-    """Make the backend that fits the members' nodes: shared memory, TCP (or MPI), or both; collective."""
-    topology = Topology(members, rank)
-    if len(topology.nodes) == 1:
-        return ShmBackend.make(store, name, members, rank, timeout)
-    if all(len(node) == 1 for node in topology.nodes):
-        return _between_nodes()(store, name, members, rank, timeout)
-    return HybridBackend.make(store, name, members, rank, timeout)
-
-
-def _between_nodes() -> Callable[..., Backend]:
+def between_nodes() -> Callable[..., Backend]:
     """Return the function that makes the backend of ranks on different nodes."""
     if config.get("FASTCOLL_BETWEEN_NODES") == "mpi":
         from ..net.mpi.backend import MpiBackend  # imported only if it is used
@@ -106,7 +96,7 @@ class HybridBackend(Backend):
             near = add(inside, f"node{topology.node}", topology.local)
             assert isinstance(near, ShmBackend)
             if topology.rail is not None:
-                between = partial(_between_nodes(), crowd=members)
+                between = partial(between_nodes(), crowd=members)
                 add(between, f"rail{topology.local_rank}", topology.rail)
         except BaseException as error:
             failure: BaseException = error
@@ -141,7 +131,7 @@ class HybridBackend(Backend):
         self.rail = groups[1] if len(groups) > 1 else None
         self._direct = DIRECT if self.gate.size <= MEET_RANKS else 0
         self._near = near
-        self.narrows = _between_nodes() == TcpBackend.make
+        self.narrows = between_nodes() == TcpBackend.make
         everyone.route({peer: (near.pipe, index) for index, peer in enumerate(topology.local)})
         self.messages: Engine = everyone.messages
 

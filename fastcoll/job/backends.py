@@ -247,7 +247,7 @@ def load(choice: BackendChoice) -> Make:
     cpu = choice.by_device["cpu"]
     if cpu not in _CPU_DEFAULT:
         return BACKENDS[cpu]()
-    from ..hybrid.backend import make_auto
+    from ..hybrid.by_nodes import make_auto
 
     return make_auto
 

@@ -33,7 +33,9 @@ def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, SockAddr]]
 
     IPv4 comes first, so that the server and the clients of `localhost` choose the same address.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    # For bytes Python does not import the tables of names in other scripts.
+    name = host.encode() if host.isascii() else host
+    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     pairs = {(family, address): None for family, _, _, _, address in found}
     return sorted(pairs, key=lambda pair: pair[0] != socket.AF_INET)  # type: ignore[arg-type]
 

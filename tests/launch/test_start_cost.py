@@ -1,0 +1,65 @@
+"""What ranks and tools import, and how much a rank computes, until the first collective has returned."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_SECONDS = 0.15
+"""The promised processor time of a rank of one node whose kernels are on the disk, beyond the import of NumPy."""
+_STARTS = 10  # other processes can only make a start longer
+
+RANK = """
+import json, sys, time
+import numpy
+known, began = set(sys.modules), time.process_time()
+import fastcoll as dist
+dist.init_process_group()
+dist.all_reduce(numpy.ones(1024, numpy.float32))
+spent = time.process_time() - began
+if dist.get_rank() == 0:
+    print(json.dumps([spent, sorted(set(sys.modules) - known)]))
+dist.destroy_process_group()
+"""
+
+
+def start(folder: Path) -> tuple[float, set[str]]:
+    """Start two ranks; return rank 0's seconds and the modules that it imported after NumPy."""
+    program = folder / "rank.py"
+    program.write_text(RANK)
+    words = [sys.executable, "-m", "fastcoll.launch", "-n", "2", "--no-prefix", str(program)]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    spent, modules = json.loads(done.stdout)
+    return spent, set(modules)
+
+
+def test_a_rank_of_one_node_imports_no_network_and_no_compiler(tmp_path: Path) -> None:
+    start(tmp_path)  # compiles what is not on the disk
+    _, modules = start(tmp_path)
+    assert "fastcoll.shm.backend" in modules
+    for unneeded in ("numba", "numpy.ma", "multiprocessing", "subprocess", "tempfile", "encodings.idna"):
+        assert unneeded not in modules
+    assert not {name for name in modules if name.startswith(("fastcoll.net", "fastcoll.hybrid.backend"))}
+
+
+@pytest.mark.timed
+def test_a_rank_starts_within_the_promised_time(tmp_path: Path) -> None:
+    start(tmp_path)
+    assert min(start(tmp_path)[0] for _ in range(_STARTS)) < _SECONDS
+
+
+LATE = {
+    "import fastcoll.bench.__main__": "importlib.metadata email multiprocessing fastcoll.launch fastcoll.shm.backend",
+    "from fastcoll.arrays.arrays import import_array as of; of(memoryview(b'ab'), writable=False)": "numpy.ma",
+}
+
+
+@pytest.mark.parametrize("program", LATE)
+def test_what_is_rarely_needed_is_imported_late(program: str) -> None:
+    words = [sys.executable, "-c", f"import sys; {program}; print(*sys.modules)"]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    assert not {*LATE[program].split()} & {*done.stdout.split()}
