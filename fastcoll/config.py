@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import failpoints
 from .errors import UsageError
@@ -20,6 +20,13 @@ _log = logging.getLogger("fastcoll")
 _PREFIX = "FASTCOLL_"
 MOST_STREAMS = 64
 MOST_SECONDS = 1e9  # the longest timeout, 32 years; it must be less than threading.TIMEOUT_MAX, 292 years
+
+
+class MetricsAddress(NamedTuple):
+    """An address to listen at."""
+
+    host: str
+    port: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,15 @@ def _ports(text: str) -> range | str:
     if not ports or ports[0] < 1 or ports[-1] > 65535:
         raise ValueError("must be one port, or two with the lower one first, all from 1 to 65535")
     return ports
+
+
+def _endpoint(text: str) -> MetricsAddress | str:
+    if not text:
+        return ""
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise ValueError("must be a port from 1 to 65535, or HOST:PORT")
+    return MetricsAddress(host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port))
 
 
 _positive = _checked(float, "greater than 0", lambda value: value > 0)
@@ -151,6 +167,15 @@ SETTINGS: dict[str, Setting] = {
     ),
     "FASTCOLL_TRACE_SITES": Setting(
         _switch, 0, "1: the flight record also has the file and line of each collective call"
+    ),
+    "FASTCOLL_METRICS": Setting(
+        _endpoint,
+        "",
+        "port, or HOST:PORT, at which each node serves metrics for Prometheus (docs/metrics.md); "
+        "without HOST on loopback only",
+    ),
+    "FASTCOLL_METRICS_SOCKET": Setting(
+        str, "", "name of the socket at which the launcher takes the ranks' records; the launcher sets it"
     ),
     "FASTCOLL_DEBUG": Setting(  # errors.py reads it itself, because this module imports errors.py
         _switch, 0, "1: tracebacks of uncaught errors also show fastcoll's own frames"

@@ -29,6 +29,7 @@ LAYERS = (
     ("core",),
     ("compiler",),
     ("kernels",),
+    ("metrics",),
     ("store",),
     ("p2p", "rendezvous"),
     ("shm", "net", "net/tcp", "net/mpi", "gpu"),
@@ -53,7 +54,8 @@ KEPT = {
     "numba": ("kernels", "compiler", "callers", "launch", "testing"),
     "llvmlite": ("kernels", "compiler", "callers"),
     "posix_ipc": ("shm",),
-    "socket": ("system", "store", "rendezvous", "net/tcp", "rpc"),
+    "socket": ("system", "metrics", "store", "rendezvous", "net/tcp", "rpc"),
+    "prometheus_client": ("metrics",),
     "pickle": ("api/objects.py", "rpc/pickling.py", "rpc/tensor_buffers.py"),
     "numba.cloudpickle": ("launch/run.py",),  # from the caller and its own children
     "cupy": ("gpu",),

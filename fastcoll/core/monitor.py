@@ -110,7 +110,7 @@ class Monitor(ABC):
             if not self._retired:
                 self._publish(FAILED, str(error))
         if self.record is not None:
-            self.record.failed(str(error))
+            self.record.failed(str(error), type(error).__name__)
         dump.after(error)
         self.on_failure()
 

@@ -40,7 +40,7 @@ _DETAIL = 0x1FFF
 REFUSED = _CODES["refused"]
 """The call word that a rank publishes for a call that it has refused; it matches no operation's call word."""
 
-_COALESCED = 1 << 61
+COALESCED = 1 << 61
 UNEVEN = 1 << 62
 OP_SHIFT = 16
 ROOT_SHIFT = 32
@@ -86,7 +86,7 @@ def encode(
         | (op.code if op is not None else 0) << OP_SHIFT
         | ((code >> 8 ^ checksum) & _DETAIL) << _DETAIL_SHIFT
         | (checksum >> 13 & 0xFFFF) << _spare_shift(kind)
-        | (_COALESCED if parts else 0)
+        | (COALESCED if parts else 0)
         | (UNEVEN if kind.uneven else 0)
     )
 
@@ -157,7 +157,7 @@ def describe(call: int, shape: int) -> str:
         parts.append(f"root={call >> ROOT_SHIFT & 0xFFFF}")
     if symmetric:
         parts.append("in symmetric memory")
-    if call & _COALESCED:
+    if call & COALESCED:
         operation += "_coalesced"
         checksum = (call >> _spare_shift(kind) & 0xFFFF) << 13 | detail
         parts.append(f"arrays of checksum {checksum:#x}")

@@ -28,6 +28,7 @@ from ..errors import (
     RendezvousError,
     UsageError,
 )
+from ..metrics import in_rank
 from ..record import recorder
 from ..rendezvous.attempts import ProcessName, place_of
 from ..rendezvous.join import join
@@ -85,6 +86,7 @@ def replace_job(job: Job, world: ProcessGroup) -> None:
     groups.add(world, choice)
     _job = job
     set_process_rank(job.lease.rank)
+    in_rank.follow(job.lease.members, job.lease.rank)
     with ExitStack() as steps:
         steps.callback(forget, before.lease.members)
         steps.callback(before.lease.close_store)
@@ -380,6 +382,8 @@ def _start(
         lease = StoreLease(found.store, members, found.rank, lambda: found.close(0.0))
         job, world = make_world(lease, choice, limit, "making the default group")
         undo.callback(world.close)
+        undo.callback(in_rank.stop)
+        in_rank.follow(members, found.rank)
         failpoints.reach("start.after_world")
         found.confirm(world)
         undo.pop_all()
@@ -410,6 +414,7 @@ def _let_go(grace: float | None, exit_reason: str) -> None:
     lease = job.lease
     gone = gone_among(lease.members) if lease.rank == 0 else ()  # only rank 0 waits for others
     with ExitStack() as steps:
+        steps.callback(in_rank.stop)
         steps.callback(forget, lease.members)
         steps.callback(lease.leave, job.timeout if grace is None else grace, gone, exit_reason)
         close(made, exit_reason)

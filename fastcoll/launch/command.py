@@ -10,7 +10,7 @@ import argparse
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from .. import config, failpoints
 from .._version import __version__
 from ..errors import FastcollError
+from ..metrics import in_launcher
 from ..store import HashStore
 from .console import Console
 from .failures import NodeFailures
@@ -31,6 +32,7 @@ from .restarts import Restarts
 from .supervisor import Supervisor
 
 if TYPE_CHECKING:
+    from ..metrics.http_server import MetricsServer
     from ..store import TCPStore
 
 _LAST_CALL_SECONDS, _JOIN_SECONDS = 30.0, 600.0  # torchrun's defaults of `last_call_timeout`, `join_timeout`
@@ -42,7 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, job = read(argv)
     logs: Path | None = options.log_dir
     failpoints.arm(config.get("FASTCOLL_FAILPOINT"))
-    with Console(options.signals_to_handle) as console:
+    with Console(options.signals_to_handle) as console, ExitStack() as serving:
+        try:
+            metrics = serving.enter_context(in_launcher.serving())
+        except FastcollError as error:
+            console.say(str(error))
+            return 1
+        if metrics is not None:
+            job = replace(job, metrics=metrics.socket)
         if options.made_log_dir:
             console.say(f"output that goes to files is in {logs}")
         if counts := job.thread_counts(0, os.environ):
@@ -60,9 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             console=console,
             tick=options.monitor_interval,
             outputs=options.outputs,
+            metrics=metrics,
         )
         if options.has_generations:
-            return _run_generations(options, job, logs, supervise, console)
+            return _run_generations(options, job, logs, supervise, console, metrics)
         return _run_once(options, job, logs, supervise, console)
 
 
@@ -101,6 +111,7 @@ def _run_generations(
     logs: Path | None,
     supervise: Callable[..., Supervisor],
     console: Console,
+    metrics: MetricsServer | None,
 ) -> int:
     """Run generations of ranks until one succeeds or no restart is left; return the exit code."""
     is_static = options.rdzv_backend == "static"
@@ -121,7 +132,7 @@ def _run_generations(
     node = Node(key, os.uname().nodename, job.local_size, options.role, address, 0, node_rank)
     port = (lambda: job.master_port) if is_static and options.master_port else free_port
     with Gathering(store, node, port, rules, leads, options.monitor_interval) as gathering:
-        return Restarts(gathering, job, supervise, logs, console, options.monitor_interval).run()
+        return Restarts(gathering, job, supervise, logs, console, options.monitor_interval, metrics).run()
 
 
 def _meet(

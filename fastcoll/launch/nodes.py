@@ -11,6 +11,7 @@
 | OMP_NUM_THREADS, NUMBA_NUM_THREADS | unless set already: the cores of a bound rank; else 1 if ranks share the node |
 | FASTCOLL_ELASTIC | HOST:PORT of a store that outlives the ranks; set if the job may go on without failed ranks |
 | FASTCOLL_JOINER | 1 for a process that replaces a failed rank; the process has no RANK and no WORLD_SIZE |
+| FASTCOLL_METRICS_SOCKET | where the ranks hand over their records, if the launcher serves metrics |
 | FASTCOLL_PLACE | with FASTCOLL_ELASTIC: the process's name, and its rank if the ranks have not all met before |
 """
 
@@ -42,6 +43,8 @@ _OF_LAUNCHERS = (
     "FASTCOLL_ELASTIC",
     "FASTCOLL_JOINER",
     "FASTCOLL_PLACE",
+    "FASTCOLL_METRICS",
+    "FASTCOLL_METRICS_SOCKET",
 )
 _THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
 
@@ -72,6 +75,7 @@ class NodeShare:
     pass_local_rank: bool = False  # whether `--local_rank=N` precedes the arguments
     descriptors: tuple[int, ...] = ()  # of files that the ranks inherit
     elastic: str = ""  # HOST:PORT of the store that outlives the ranks
+    metrics: str = ""  # the name of the socket at which the launcher takes the ranks' records
     assigned: RankRange | None = (
         None  # the ranks of this node in a generation; None: all nodes have `local_size`
     )
@@ -131,6 +135,7 @@ class NodeShare:
             **self.secret(inherited),
             **self.thread_counts(local_rank, inherited),
             **(elastic if self.elastic else {}),
+            **({"FASTCOLL_METRICS_SOCKET": self.metrics} if self.metrics else {}),
             "RANK": str(self.rank(local_rank)),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(self.ranks.world_size),

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .console import Console
 from .failures import Failure, left
@@ -22,6 +23,9 @@ from .gathering import Gathering, secret_of
 from .generations import End, Over, RankRange, Start, range_of
 from .nodes import NodeShare
 from .supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from ..metrics.http_server import MetricsServer
 
 
 class _Generation:
@@ -54,6 +58,7 @@ class Restarts:
         supervise: makes the supervisor of one generation. Like `Supervisor`, it takes this node's share of the
             generation, `logs` and `nodes`.
         tick: seconds between two checks for signals and orders while no ranks run here.
+        metrics: counts the generations after the first.
     """
 
     def __init__(
@@ -64,7 +69,9 @@ class Restarts:
         logs: Path | None,
         console: Console,
         tick: float,
+        metrics: MetricsServer | None = None,
     ) -> None:
+        self._metrics = metrics
         self._gathering, self._job, self._supervise, self._logs = gathering, job, supervise, logs
         self._console, self._signals, self._tick = console, console.signals, tick
         self._say = partial(console.say, has_to_act=lambda: gathering.failure() is not None)
@@ -110,6 +117,8 @@ class Restarts:
             logs = logs / f"generation-{order.generation}"
             logs.mkdir(exist_ok=True)
         if order.generation:
+            if self._metrics is not None:
+                self._metrics.restarted()
             self._say(
                 f"generation {order.generation} starts: {ranks.world_size} ranks on {len(order.members)} "
                 f"node{'s' * (len(order.members) > 1)}, {order.restarts} of "

@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from ..compiler.undisturbed import undisturbed
 from ..core.work import Timeout
 from ..errors import GroupError, UsageError
+from ..metrics import in_launcher
 from .lifeline import GRACE_SECONDS
 from .nodes import NodeShare, free_port, python_main
 from .ranks import RankProcess
@@ -88,6 +89,7 @@ def run(
         if lost:
             cloudpickle.unregister_pickle_by_value(module)
     with contextlib.ExitStack() as open_files:
+        metrics = open_files.enter_context(in_launcher.serving())
         files = [os.memfd_create("fastcoll-run") for _ in range(ranks + 1)]
         for file in files:
             open_files.callback(os.close, file)
@@ -96,14 +98,16 @@ def run(
         numbers = tuple(map(str, files))
         port = free_port()
         job = NodeShare(
-            python_main(__name__), ranks, 1, 0, "127.0.0.1", port, numbers, descriptors=tuple(files)
-        )
+            python_main(__name__), ranks, 1, 0, "127.0.0.1", port, numbers, descriptors=tuple(files),
+            metrics="" if metrics is None else metrics.socket,
+        )  # fmt: skip
         supervisor = Supervisor(
             job,
             GRACE_SECONDS,
             prefix,
             sinks=(_writer(sys.stdout), _writer(sys.stderr)),
             is_guest=True,
+            metrics=metrics,
             followed=lambda rank: isinstance(end := _read(files[1 + rank.rank]), _Raised) and end.follows,
         )
         supervisor.run()

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from .. import config, failpoints
 from ..record import dump
@@ -30,6 +30,9 @@ from .nodes import NodeShare
 from .outputs import Outputs
 from .pauses import Pauses
 from .ranks import RankProcess, Relay, Sink, follows
+
+if TYPE_CHECKING:
+    from ..metrics.http_server import MetricsServer
 
 CAUSE_SECONDS = 1.0
 """How long the launcher waits for the rank at fault to exit after another rank has failed because of it.
@@ -92,6 +95,7 @@ class Supervisor:
             the others is not replaced.
         report: publishes the failure of a process, in a job that may go on without failed ranks (an elastic job); the
             result is the job's state after that failure.
+        metrics: counts failed ranks and their replacements.
 
     Attributes:
         first: the rank that failed first, as soon as the supervisor has decided which it is.
@@ -114,6 +118,7 @@ class Supervisor:
         tick: float = TICK_SECONDS,
         outputs: Outputs | None = None,
         report: Callable[[Loss], Future[Standing | None]] | None = None,
+        metrics: MetricsServer | None = None,
     ) -> None:
         self.ranks: list[RankProcess] = []
         self.first: RankProcess | None = None
@@ -128,7 +133,7 @@ class Supervisor:
         self._min_ranks = job.local_size if min_ranks is None else min_ranks
         self._running: set[RankProcess] = set()
         self._max_restarts, self._pauses = max_restarts, Pauses()
-        self._report = report
+        self._report, self._metrics = report, metrics
         self._lost: list[_Lost] = []  # failed ranks whose reports are pending
         self._missing: list[RankProcess] = []  # ranks that failed before all had met, and are not replaced
         # The joiners to start: for each, the time of its start, its local rank and its number.
@@ -188,6 +193,8 @@ class Supervisor:
         code = rank.reap()
         if code == 0 or self._kill_at is not None:
             return
+        if self._metrics is not None:
+            self._metrics.failed(code)
         rank.err.pump_all()
         # A joiner that fails after other ranks have succeeded was too late to join; its failure does not fail the job.
         is_late = rank.is_joiner and any(other.process.returncode == 0 for other in self.ranks)
@@ -259,6 +266,8 @@ class Supervisor:
             self._joiners.remove(first)
             try:
                 self._start(*first[1:])
+                if self._metrics is not None:
+                    self._metrics.restarted()
             except OSError as error:
                 self._say(f"joiner {first[2]} cannot be started: {error.strerror or error}")
 

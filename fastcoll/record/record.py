@@ -5,7 +5,8 @@ the memfd in /proc/PID/fd, and can read it even if the process is stopped or its
 
     file    header | table of groups | a block for each group
     header  the words HEAD_...; at TEXT, a JSON text that describes the process
-    table   at TABLE, ROWS rows, one for each group: serial number (0: the row is free), offset and bytes of its block
+    table   at TABLE, ROWS rows, one for each group: serial number (0: the row is free), offset and bytes of its block,
+            and whether the group is closed (such a row is kept for metrics/ only; `parse` skips it)
     block   the words from SERIAL on; at FAILURE_AT, why the group failed; at WAITS_AT, the waits of its threads; at
             RING_AT, the *ring*, a row for each of the last RING calls; then a JSON text that describes the group, and
             the private context of the group's backend
@@ -65,7 +66,9 @@ BLOCKS = TABLE + 8 * ROWS * ROW_WORDS
     FAILURE,  # bytes of the text at FAILURE_AT
     SITES_AT, SITES,  # offset and number of the call sites, SITE_BYTES each; offset 0: call sites are not recorded
     UNAWAITED,  # number of the last asynchronous call that a thread of the backend has taken over from its caller
-) = range(16)  # fmt: skip
+    ERROR_COUNTS,  # the first of the words that count the group's errors, one for each of ERRORS
+) = range(17)  # fmt: skip
+ERRORS = "PeerDiedError", "CollectiveTimeoutError", "AbortedError", "GroupError", "MismatchError"
 FAILURE_AT, WAITS_AT, RING_AT = 512, 2048, 8192
 FAILURE_BYTES = WAITS_AT - FAILURE_AT
 
@@ -273,6 +276,11 @@ class OpenRecord:
         """Read the record, with the `last` calls of each group; None if the file has none."""
         return parse(lambda nbytes, offset: os.pread(self._fd, nbytes, offset), last)
 
+    def detach(self) -> int:
+        """Return the file, which the caller must close."""
+        fd, self._fd = self._fd, -1
+        return fd
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
@@ -320,7 +328,7 @@ def parse(read: Read, last: int = RING) -> Record | None:
     epoch = int(head[HEAD_EPOCH])
     groups = []
     table = _words(read(8 * ROW_WORDS * ROWS, TABLE)).reshape(-1, ROW_WORDS)
-    for row in np.flatnonzero(table[:, 0]).tolist():
+    for row in np.flatnonzero((table[:, 0] != 0) & (table[:, 3] == 0)).tolist():
         _, offset, nbytes, _ = table[row].tolist()
         # These errors mean that the group is being made or closed at this moment, so it is left out.
         with suppress(ValueError, KeyError, TypeError, IndexError, struct.error):

@@ -28,6 +28,7 @@ import threading
 import time
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ from numpy.typing import NDArray
 from .. import config
 from .._version import __version__
 from ..system.forks import at_fork
+from ..system.handing import hand_over
 from ..system.mapping import aside, map_memory, unmap_memory
 from ..system.processes import Member
 from . import record as r
@@ -47,6 +49,7 @@ __all__ = ["GroupRecorder", "Record", "read"]
 _log = logging.getLogger("fastcoll")
 _PAGE = 4096
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
+_MOST_CLOSED = 64  # closed groups whose blocks, of 72 KiB and more, stay in the file for metrics/
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
@@ -57,7 +60,10 @@ class _File:
     def __init__(self) -> None:
         self.fd = -1
         self.end = r.BLOCKS
-        self.groups: set[int] = set()  # the rows of the table that are in use, one for each group
+        self.groups: set[int] = set()  # the rows of the table of groups that are not closed
+        self._closed: deque[tuple[int, object]] = (
+            deque()
+        )  # for each closed group that is kept, its row and its block
 
     def open(self, me: Member, job: str) -> None:
         """Make the memfd of this process.
@@ -86,6 +92,24 @@ class _File:
         )
         os.pwrite(self.fd, text, r.TEXT)
         os.pwrite(self.fd, struct.pack("8q", *head), 0)
+        if name := config.get("FASTCOLL_METRICS_SOCKET"):
+            try:
+                hand_over(self.fd, name)
+            except OSError as error:
+                _log.warning("this rank is not in the metrics: %s", error)
+
+    def free_row(self) -> int:
+        """Return the lowest free row of the table; -1: there is none."""
+        used = self.groups.union(row for row, _ in self._closed)
+        return next((row for row in range(r.ROWS) if row not in used), -1)
+
+    def retire(self, row: int, block: object) -> None:
+        """Mark the group in a row as closed, and keep its `block` until _MOST_CLOSED more groups are closed."""
+        if self.fd >= 0:
+            os.pwrite(self.fd, struct.pack("q", 1), r.TABLE + 8 * (r.ROW_WORDS * row + 3))
+        self._closed.append((row, block))
+        if len(self._closed) > _MOST_CLOSED:
+            self.publish(self._closed.popleft()[0], 0, 0, 0)
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -111,7 +135,7 @@ class _File:
         at = r.TABLE + 8 * r.ROW_WORDS * row
         if self.fd >= 0:
             if serial:
-                os.pwrite(self.fd, struct.pack("2q", offset, nbytes), at + 8)
+                os.pwrite(self.fd, struct.pack("3q", offset, nbytes, 0), at + 8)
             os.pwrite(self.fd, struct.pack("q", serial), at)
 
 
@@ -215,7 +239,7 @@ class GroupRecorder:
                 first = members[0]
                 _file.open(me, f"{first.host}:{first.pid}:{first.start_time}")
             self._file = _file
-            self._row = next((row for row in range(r.ROWS) if row not in _file.groups), -1)
+            self._row = _file.free_row()
             if self._row >= 0:
                 _file.groups.add(self._row)
             self.serial = next(_serials)
@@ -314,19 +338,30 @@ class GroupRecorder:
                 cells[row + r.NUMBER] = number
             if cells[row + r.ENDED] & 7 == 0:
                 self.end(number, how)
+                if how == "mismatch":
+                    self._count("MismatchError")
 
     def did_not_match(self, number: int) -> None:
         """Record that a call did not match the calls of the other ranks. The call may have ended before."""
         row = r.row_of(number)
         if self._cells[row + r.NUMBER] == number:
+            self._count("MismatchError")
             self._cells[row + r.ENDED] = self._cells[row + r.ENDED] & ~7 | r.ENDS.index("mismatch")
 
-    def failed(self, why: str) -> None:
-        """Record that the group has failed, and that the call under way has failed with it."""
+    def failed(self, why: str, error: str) -> None:
+        """Record why the group has failed, and that the call under way has failed with it.
+
+        Args:
+            error: the class of the error, one of record.ERRORS.
+        """
+        self._count(error)
         text = why.encode()[: r.FAILURE_BYTES]
         self._bytes[r.FAILURE_AT : r.FAILURE_AT + len(text)] = np.frombuffer(text, np.uint8)
         self._words[r.FAILURE] = len(text)
         self.broken_off("failed")
+
+    def _count(self, error: str) -> None:
+        self._cells[r.ERROR_COUNTS + r.ERRORS.index(error)] += 1
 
     def unawaited(self, number: int) -> None:
         """Record that a thread other than its caller carries an asynchronous call on. That thread calls this."""
@@ -380,7 +415,10 @@ class GroupRecorder:
         """
         with _lock:
             if self._row >= 0 and self._file is _file:
-                self._file.publish(self._row, 0, 0, 0)
+                if config.get("FASTCOLL_METRICS") or config.get("FASTCOLL_METRICS_SOCKET"):
+                    self._file.retire(self._row, self._words)
+                else:
+                    self._file.publish(self._row, 0, 0, 0)
                 self._file.groups.discard(self._row)
                 if not self._file.groups:
                     self._file.close()

@@ -21,6 +21,7 @@ ORDER = (
     "groups",  # makes groups unusable
     "world",
     "servers",  # closes the listening sockets
+    "metrics",
     "compiling",
     "arena",  # before the fork, the parent copies its arrays in shared memory for the child
     "requests",

@@ -96,7 +96,7 @@ def test_the_end_of_a_call_and_its_waits_are_read(group: GroupRecorder) -> None:
     assert began - 160e9 < waits.since < time.time_ns() - 40e9
     assert (message.number, message.ranks) == (0, (2,))
     group.waits_no_more(1)
-    group.failed("rank 2 died")
+    group.failed("rank 2 died", "PeerDiedError")
     recorded = only()
     assert (recorded.failure, recorded.under_way) == ("rank 2 died", None)
     assert [wait.ranks for wait in recorded.waits] == [(0, 2)]  # as it was then
