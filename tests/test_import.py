@@ -56,6 +56,7 @@ KEPT = {
     "posix_ipc": ("shm",),
     "socket": ("system", "metrics", "store", "rendezvous", "net/tcp", "rpc"),
     "prometheus_client": ("metrics",),
+    "opentelemetry": ("rpc",),
     "pickle": ("api/objects.py", "rpc/pickling.py", "rpc/tensor_buffers.py"),
     "numba.cloudpickle": ("launch/run.py",),  # from the caller and its own children
     "cupy": ("gpu",),

@@ -1,7 +1,8 @@
 """Read the record of one process again and again, and return what is new since the last reading.
 
-The layout and its rules are in record/record.py. A reading takes 20 to 60 us for each group (NumPy, EPYC), because it
-reads only the rows of calls that are new.
+The layout and its rules are in record/record.py. A reading reads only the rows of calls that are new. With the sample
+of waiting that follows, it takes 0.14 ms of CPU time for a rank with one group, and 0.22 ms with 400 new calls (EPYC).
+So of two ranks, calls are missed from some 100,000 calls a second on.
 """
 
 from __future__ import annotations

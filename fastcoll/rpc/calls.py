@@ -11,10 +11,12 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..core.work import Timeout
 from ..errors import UsageError
+from . import spans
 from .agent import Agent, current_agent
 from .functions import ASYNC
 from .futures import Future, as_future
@@ -71,8 +73,11 @@ def _call(
 ) -> Future[Any]:
     if not callable(func):
         raise UsageError(f"func is {func!r}; give the function itself, without calling it")
-    payload = func, tuple(args or ()), dict(kwargs or {})
-    return current_agent().call(to, USER_CALL, payload, timeout, func, waits)
+    payload, agent = (func, tuple(args or ()), dict(kwargs or {})), current_agent()
+    if not spans.is_possible():
+        return agent.call(to, USER_CALL, payload, timeout, func, waits)
+    call = partial(agent.call, to, USER_CALL, payload, timeout, func, waits)
+    return spans.calling(str(to), func, payload[1], call)
 
 
 def rpc_sync(
@@ -153,6 +158,8 @@ def serve(agent: Agent) -> None:
     """Have an agent run users' functions."""
 
     def run(_: WorkerInfo, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> Any:
-        return run_user_function(*call)
+        if not spans.is_possible():
+            return run_user_function(*call)
+        return spans.serving(agent.me.name, call[0], call[1], partial(run_user_function, *call))
 
     agent.on(USER_CALL, run, with_contexts=True)

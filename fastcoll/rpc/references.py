@@ -26,7 +26,7 @@ from ..errors import (
     RpcTimeoutError,
     UsageError,
 )
-from . import exceptions, pickling
+from . import exceptions, pickling, spans
 from .agent import Agent
 from .calls import run_user_function
 from .counting import CONFIRMED, FORK, CountingMessage, Id, Ledger, Reference
@@ -97,7 +97,8 @@ class References:
         """
         ref = self._step(self._ledger.make, to.id)
         try:
-            made = self.agent.call(to, _REMOTE, (*call, tuple(ref)), timeout)
+            begin = partial(self.agent.call, to, _REMOTE, (*call, tuple(ref)), timeout)
+            made = spans.calling(to.name, call[0], call[1], begin) if spans.is_possible() else begin()
         except BaseException:
             self._step(self._ledger.take_back, ref)
             raise
@@ -159,7 +160,8 @@ class References:
         func, args, kwargs, ref = *payload[:3], Reference(*payload[3])
         value = self._begin(caller, ref)
         try:
-            result = run_user_function(func, args, kwargs)
+            run = partial(run_user_function, func, args, kwargs)
+            result = spans.serving(self.agent.me.name, func, args, run) if spans.is_possible() else run()
         except BaseException as error:
             error.__cause__ = exceptions.RemoteTraceback(exceptions.traceback_text(error, self.agent.me))
             value.complete(None, error.with_traceback(None))

@@ -1,0 +1,112 @@
+"""Spans of OpenTelemetry for remote calls, in a program that has set a tracer provider.
+
+The caller's span ends when the call's future is done. The callee's span is around the function; its parent is the
+caller's span, whose context is sent with the call (span_context.py). This package imports OpenTelemetry only in
+processes that have imported it already, as a program does to set a provider. In others a call costs one look into
+`sys.modules` (`is_possible`) more.
+
+Attributes follow OpenTelemetry's semantic conventions for RPC 1.40: rpc.system.name, rpc.method, server.address (the
+callee's worker name), and error.type.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .futures import Future
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+
+def is_possible() -> bool:
+    """Return whether the program may have set a tracer provider."""
+    return "opentelemetry.trace" in sys.modules
+
+
+def method_of(func: Callable[..., Any], args: Sequence[Any]) -> str:
+    """Return the name of a function for rpc.method, as MODULE/NAME; for a method of an RRef's value, RRef/NAME."""
+    name = getattr(func, "__qualname__", type(func).__qualname__)
+    module = getattr(func, "__module__", None) or type(func).__module__
+    if (module, name) == (f"{__package__}.rref", "call_method"):
+        return f"RRef/{args[1]}"
+    return f"{module}/{name}"
+
+
+def calling(
+    to: str, func: Callable[..., Any], args: Sequence[Any], call: Callable[[], Future[Any]]
+) -> Future[Any]:
+    """Make a call of `func` to the worker `to` by `call`, in a client span if the program has a provider."""
+    from . import span_context  # calls carry its context from now on
+
+    found = span_context.tracer()
+    if found is None:
+        return call()
+    from opentelemetry.trace import SpanKind, set_span_in_context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    span = found.start_span(
+        method := method_of(func, args),
+        kind=SpanKind.CLIENT,
+        attributes={"rpc.system.name": "fastcoll", "rpc.method": method, "server.address": to},
+    )
+    before, carrier = getattr(span_context.this_thread, "carrier", None), dict[str, str]()
+    TraceContextTextMapPropagator().inject(carrier, set_span_in_context(span))
+    span_context.this_thread.carrier = carrier
+    try:
+        future = call()
+    except BaseException as error:
+        _end(span, error)
+        raise
+    finally:
+        span_context.this_thread.carrier = before
+    future.add_done_callback(partial(_end_with, span))
+    return future
+
+
+def serving(to: str, func: Callable[..., Any], args: Sequence[Any], run: Callable[[], Any]) -> Any:
+    """Run `func` by `run` on this worker, which is `to`, in a server span if the program has a provider.
+
+    If the result is a Future, the span ends when it is done.
+    """
+    from . import span_context
+
+    found = span_context.tracer()
+    if found is None:
+        return run()
+    from opentelemetry.trace import SpanKind, use_span
+
+    span = found.start_span(
+        method := method_of(func, args),
+        kind=SpanKind.SERVER,
+        attributes={"rpc.system.name": "fastcoll", "rpc.method": method, "server.address": to},
+    )
+    try:
+        with use_span(span, record_exception=False, set_status_on_exception=False):
+            result = run()
+    except BaseException as error:
+        _end(span, error)
+        raise
+    if isinstance(result, Future):
+        result.add_done_callback(partial(_end_with, span))
+    else:
+        span.end()
+    return result
+
+
+def _end_with(span: Span, done: Future[Any]) -> None:
+    _end(span, done.exception())
+
+
+def _end(span: Span, error: BaseException | None) -> None:
+    """End a span, and record the error with which its call has failed."""
+    if error is not None:
+        from opentelemetry.trace import Status, StatusCode
+
+        span.record_exception(error)
+        span.set_status(Status(StatusCode.ERROR, str(error)))
+        span.set_attribute("error.type", f"{type(error).__module__}.{type(error).__qualname__}")
+    span.end()
