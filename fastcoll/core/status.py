@@ -24,6 +24,9 @@ class CallStatus(IntEnum):
     NEEDS_FLUSHER = 10  # a send is complete, and acks were deferred, which another thread must flush
     UNREADABLE = 11  # a peer's array, which the call reads in place, cannot be read
     UNMAPPED = 12  # a peer's array is in an arena that is not mapped here yet: map it, then call again
+    UNALLOCATED = (
+        13  # the shared memory for this rank's data is not allocated yet: allocate it, then call again
+    )
 
 
 (
@@ -40,4 +43,5 @@ class CallStatus(IntEnum):
     NEEDS_FLUSHER,
     UNREADABLE,
     UNMAPPED,
+    UNALLOCATED,
 ) = map(int, CallStatus)

@@ -99,7 +99,7 @@ class ShmBackend(Backend):
         self._c = self.context.address
         self.calls = Calls(gate, self.monitor, segment, self.context, self._record, self.interrupted)
         modes = backoff(gate.size, cores)
-        self.pipe = RingPipe(segment.address, segment.layout, rank, self.monitor, modes, self._c)
+        self.pipe = RingPipe(segment, rank, self.monitor, modes, self._c)
         routes: list[tuple[Pipe, int]] = [(self.pipe, peer) for peer in range(gate.size)]
         tuning_table.fill(self._tuning, *already)
         self.messages: Engine = Engine(routes, rank, self.monitor, gate.timeout)

@@ -20,7 +20,7 @@ from ..core.monitor import Wait
 from ..core.operands import Array, refuses
 from ..core.operation import Call
 from ..core.reduce_op import ReduceOp
-from ..core.status import AGAIN, DONE, LATER, MISMATCH, MIXED, UNMAPPED, UNREADABLE, WORKED
+from ..core.status import AGAIN, DONE, LATER, MISMATCH, MIXED, UNALLOCATED, UNMAPPED, UNREADABLE, WORKED
 from ..core.travel import Travel
 from ..errors import ArrayError, ResourceError
 from ..failpoints import reach
@@ -42,7 +42,7 @@ _POLL_SECONDS = 1e-4
 _WRITER_SECONDS = 0.2  # a peer writes a piece of 64 KiB in 10 us; if it takes longer, the process is stopped
 _ENDING_SECONDS = 0.2  # from when an ending process closes its descriptors until it is found dead
 _SHARED = np.dtype(np.int64), np.dtype(np.uint8)
-_RETURNED_EARLY = (AGAIN, WORKED, MIXED, UNREADABLE, UNMAPPED)
+_RETURNED_EARLY = (AGAIN, WORKED, MIXED, UNREADABLE, UNMAPPED, UNALLOCATED)
 
 
 class Calls:
@@ -147,6 +147,9 @@ class Calls:
                 self._refuse_to_read(entry, look)
             elif code == UNMAPPED:
                 self._map_arena(self.context[words.LATE], look)
+            elif code == UNALLOCATED:
+                self._segment.allocate(*self._segment.layout.slots_of(self.gate.rank))
+                self.context.words[words.ALLOCATED] = 1
             elif code == MIXED:
                 self._record.broken_off("made anew")
             else:

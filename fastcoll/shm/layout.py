@@ -1,7 +1,9 @@
 """Layout of a segment: pure arithmetic on sizes, without access to memory.
 
     segment  = header | section of rank 0 | section of rank 1 | ...
-    section  = control page | slots | outgoing rings, one for each other rank
+    section  = control page | slots | control words of the outgoing rings, one for each other rank | these rings
+
+The memory of the slots and rings is not allocated before a rank first writes into its own (segment.py).
 
 Header: words that rank 0 writes before other ranks attach, and that no rank writes afterwards:
     word 0   MAGIC
@@ -34,6 +36,7 @@ because the adjacent-line prefetcher makes two neighbours behave as one; but QUO
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from ..errors import ResourceError
@@ -91,21 +94,25 @@ class Layout:
         """Number of groups in which the ranks meet; 0: all ranks read the lines of all ranks."""
         return -(-self.size // GROUP) if self.size > FLAT else 0
 
-    @property
+    @cached_property
     def header(self) -> int:
         """Bytes of the header."""
-        return -(-(COMBINED + 2 * LINE * self.groups) // PAGE) * PAGE
+        return _whole_pages(COMBINED + 2 * LINE * self.groups)
 
-    @property
-    def rings_at(self) -> int:
-        """Offset of the first outgoing ring in a section."""
+    @cached_property
+    def headers_at(self) -> int:
+        """Offset of the control words of the first outgoing ring in a section."""
         return CONTROL + SLOTS * self.slot
 
-    @property
+    @cached_property
+    def rings_at(self) -> int:
+        """Offset of the first outgoing ring in a section."""
+        return self.headers_at + _whole_pages((self.size - 1) * RING_HEADER)
+
+    @cached_property
     def stride(self) -> int:
         """Bytes from one rank's section to the next."""
-        used = self.rings_at + (self.size - 1) * (RING_HEADER + self.ring)
-        return -(-used // PAGE) * PAGE
+        return self.rings_at + _whole_pages((self.size - 1) * self.ring)
 
     @property
     def nbytes(self) -> int:
@@ -116,10 +123,20 @@ class Layout:
         """Offset of a rank's section."""
         return self.header + rank * self.stride
 
-    def ring_of(self, src: int, dst: int) -> int:
-        """Offset of the ring from `src` to `dst`, two different ranks."""
-        index = (dst - src) % self.size - 1
-        return self.section(src) + self.rings_at + index * (RING_HEADER + self.ring)
+    def ring_of(self, src: int, dst: int) -> tuple[int, int]:
+        """Offsets of the control words and of the memory of the ring from `src` to `dst`, two different ranks."""
+        section, index = self.section(src), (dst - src) % self.size - 1
+        return section + self.headers_at + index * RING_HEADER, section + self.rings_at + index * self.ring
+
+    def slots_of(self, rank: int) -> tuple[int, int]:
+        """Offset and bytes of a rank's slots."""
+        return self.section(rank) + CONTROL, SLOTS * self.slot
+
+    def always_there(self, rank: int) -> list[tuple[int, int]]:
+        """Offset and bytes of each part of a rank's section whose memory is allocated with the segment."""
+        section = self.section(rank)
+        headers = section + self.headers_at, self.rings_at - self.headers_at
+        return [(section, CONTROL), headers] if self.size > 1 else [(section, CONTROL)]
 
 
 @dataclass(frozen=True)
@@ -135,11 +152,14 @@ class SymmetricLayout(Layout):
     @property
     def array_at(self) -> int:
         """Offset of the array in a section."""
-        return -(-self.size * LINE // PAGE) * PAGE
+        return _whole_pages(self.size * LINE)
 
-    @property
+    @cached_property
     def stride(self) -> int:
-        return -(-(self.array_at + self.slot) // PAGE) * PAGE
+        return _whole_pages(self.array_at + self.slot)
+
+    def always_there(self, rank: int) -> list[tuple[int, int]]:
+        return [(self.section(rank), self.stride)]
 
     def signal(self, src: int, dst: int, channel: int) -> int:
         """Offset of the counter of signals from src to dst on a channel."""
@@ -166,6 +186,10 @@ def plan(size: int, bytes_per_rank: int) -> Layout:
             "raise FASTCOLL_SHM_BYTES_PER_RANK"
         )
     return Layout(size, slot, ring)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
 
 
 def _power_of_two(n: int) -> int:

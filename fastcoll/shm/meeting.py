@@ -9,6 +9,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import NamedTuple
 
 from .. import config, failpoints
@@ -54,7 +55,7 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
                 name = new_name()
                 published = tuning_table.to_publish(len(members), layout.slot)
                 meeting.publish(
-                    "segment", json.dumps({"name": name, "times": published, **vars(layout)}).encode()
+                    "segment", json.dumps({"name": name, "times": published, **asdict(layout)}).encode()
                 )
                 segment = Segment.create(name, layout)
                 segment.words[ONE_SHOT_LIMIT] = one_shot_limit(len(members))

@@ -67,8 +67,9 @@ def _broadcast(c, x, nbytes, call, root):
     while True:
         if r.may_write(c, total):
             if rank == root:
-                if r.open_slot(c) != DONE:
-                    return AGAIN
+                opened = r.open_slot(c, nbytes)
+                if opened != DONE:
+                    return opened
                 step = load_word(c, at.WROTE)
                 left = nbytes - step * chunk
                 stage(r.tuning_at(c), r.payload_of(c, root, step, nbytes), x + step * chunk, left, chunk)
@@ -193,10 +194,16 @@ def _largest(c):
 
 
 @inlined
+def _room_of(spread):
+    """Return the most bytes of a block that goes into the call line."""
+    return layout.INLINE // max(1, spread) & -8
+
+
+@inlined
 def _piece_of(c, src, dst, step, nbytes, spread, piece):
     """Return the address of src's piece for rank dst: in src's call line if the block fits there, else in its slot."""
     index = (dst - src) % load_word(c, at.SIZE) - 1 if spread > 1 else 0
-    room = layout.INLINE // max(1, spread) & -8
+    room = _room_of(spread)
     if spread > 1 and nbytes > room:
         return r.slot_of(c, src, step) + index * piece
     return r.payload_of(c, src, step, nbytes, room) + index * room
@@ -230,13 +237,14 @@ def run_exchange(h, c, operation, spec, root):
     sends, send_sizes = r.table(c, at.GIVES), r.table(c, at.GIVES + 1)
     receives, receive_sizes = r.table(c, at.TAKES), r.table(c, at.TAKES + 1)
     largest = _largest(c)
-    balance = _balance_of(c)
+    balance, room = _balance_of(c), _room_of(spread)
     # The number of rounds depends on the largest block of all ranks, which is known after the meeting.
     total = r.rounds_of(load_word(c, at.LARGEST) if load_word(c, at.MET) else largest, piece)
     while True:
         if r.may_write(c, total):
-            if r.open_slot(c) != DONE:
-                return AGAIN
+            opened = r.open_slot(c, v.largest_of(c, at.GIVES), room)
+            if opened != DONE:
+                return opened
             step = load_word(c, at.WROTE)
             for peer in range(size):
                 nbytes = load_word(send_sizes, peer)

@@ -20,16 +20,15 @@ from ..p2p.transfers import Send, Transfer
 from . import autotune, requests, ring_kernels
 from . import rings as words
 from .context import BUDGET
-from .layout import Layout
 from .reach import unreadable
+from .segment import Segment
 
 
 class RingPipe(WordPipe):
     """The rings that begin or end at one rank; a peer's number is its rank in the segment.
 
     Args:
-        base: address of the segment.
-        layout: the segment's layout.
+        segment: the ranks' segment.
         rank: this process's rank.
         monitor: the monitor of the segment's ranks.
         backoff: numbers of polls and then of yields before a waiting kernel sleeps.
@@ -39,10 +38,11 @@ class RingPipe(WordPipe):
     attends = True
 
     def __init__(
-        self, base: int, layout: Layout, rank: int, monitor: Monitor, backoff: tuple[int, int], context: int
+        self, segment: Segment, rank: int, monitor: Monitor, backoff: tuple[int, int], context: int
     ) -> None:
+        layout = segment.layout
         super().__init__(words, words.MAILBOX_WORDS, words.CHANNEL_WORDS, layout.size)
-        self._monitor = monitor
+        self._segment, self._rank, self._monitor = segment, rank, monitor
         self.table[waiting.SPINS], self.table[waiting.YIELDS] = backoff
         self.table[waiting.BUDGET] = BUDGET
         self.table[words.CHANNELS] = address_of(self.rows)
@@ -53,8 +53,9 @@ class RingPipe(WordPipe):
         self.table[words.DIRECT_FROM] = autotune.NEVER
         self.table[words.ALGORITHMS] = 1 << autotune.CLOSE | 1 << autotune.PAST
         for peer in [peer for peer in range(layout.size) if peer != rank]:
-            self.rows[peer, words.OUT] = base + layout.ring_of(rank, peer)
-            self.rows[peer, words.IN] = base + layout.ring_of(peer, rank)
+            out, arriving = layout.ring_of(rank, peer), layout.ring_of(peer, rank)
+            self.rows[peer, [words.OUT, words.OUT_DATA]] = [segment.address + offset for offset in out]
+            self.rows[peer, [words.IN, words.IN_DATA]] = [segment.address + offset for offset in arriving]
 
     def go_direct(self, algorithms: int, pids: Sequence[int], states: Sequence[int]) -> None:
         """Allow direct messages between the ranks, whose processes are `pids`.
@@ -77,6 +78,21 @@ class RingPipe(WordPipe):
 
     def silence_bell(self) -> None:
         self.words[words.BELL] = 0
+
+    # ---- memory ----------------------------------------------------------------------------------
+
+    def is_ready(self, peer: int) -> bool:
+        return peer == self._rank or self.word(peer, words.OUT_READY) != 0
+
+    def prepare(self, peer: int) -> None:
+        """Allocate the memory of the ring to a peer.
+
+        Raises:
+            ResourceError: /dev/shm is full.
+        """
+        layout = self._segment.layout
+        self._segment.allocate(layout.ring_of(self._rank, peer)[1], layout.ring)
+        self.rows[peer, words.OUT_READY] = 1
 
     # ---- peers -----------------------------------------------------------------------------------
 

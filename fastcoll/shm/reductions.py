@@ -2,8 +2,9 @@
 
 An entry takes a handle (the context's address with the tags of rounds.py), Python objects and integers. It validates
 its arguments (validate.py) and then runs rounds. After AGAIN or WORKED, the caller calls the entry again with the same
-arguments and RESUMED. LATER leaves the call to Python. The other results are DONE, and UNMAPPED, UNREADABLE, MIXED and
-MISMATCH, which calls.py explains. All ranks reduce in rank order, so every rank gets the same bits.
+arguments and RESUMED. LATER leaves the call to Python. The other results are DONE, and UNALLOCATED, UNMAPPED,
+UNREADABLE, MIXED and MISMATCH, which calls.py explains. All ranks reduce in rank order, so every rank gets the same
+bits.
 
 A reduction through the slots is one-shot (every rank reduces the complete arrays) or two-shot (each rank reduces its
 slice, then gathers the slices of the others: Rabenseifner's reduce-scatter and all-gather).
@@ -84,8 +85,9 @@ def _one_shot(c, dst, src, nbytes, spec, call, last):
     total = r.rounds_of(nbytes, chunk)
     while True:
         if r.may_write(c, total):
-            if r.open_slot(c) != DONE:
-                return AGAIN
+            opened = r.open_slot(c, nbytes)
+            if opened != DONE:
+                return opened
             step = load_word(c, at.WROTE)
             start = step * chunk
             stage(r.tuning_at(c), r.payload_of(c, rank, step, nbytes), src + start, nbytes - start, chunk)
@@ -125,8 +127,9 @@ def _two_shot(c, dst, src, nbytes, spec, call, keep):
         high = start_of(part, size, rank + 1, itemsize)
         mine = r.part_of_slot(c, rank, step, nbytes)
         if load_word(c, at.WROTE) == step:
-            if r.open_slot(c) != DONE:
-                return AGAIN
+            opened = r.open_slot(c, nbytes, 0)
+            if opened != DONE:
+                return opened
             if step % 2 == 0:
                 stage(r.tuning_at(c), mine, src + start, low, low)
                 stage(r.tuning_at(c), mine + high, src + start + high, part - high, part - high)
@@ -293,8 +296,9 @@ def _reduce_scatter(c, dst, spec):
     pace = min(piece, (longest + 63) & -64)  # bytes from one peer's piece to the next
     while True:
         if r.may_write(c, total):
-            if r.open_slot(c) != DONE:
-                return AGAIN
+            opened = r.open_slot(c, longest, 0)
+            if opened != DONE:
+                return opened
             step = load_word(c, at.WROTE)
             start = step * piece
             mine = r.part_of_slot(c, rank, step, pace * (size - 1))

@@ -67,6 +67,7 @@ from .ring_kernels import (
     has_requests,
     is_kind,
     is_peer,
+    is_ready,
     is_shut,
     let_go,
     message_of,
@@ -211,6 +212,8 @@ def _post_send(m, data, owner, nbytes, kind, peer):
     """Begin a send to `peer`; return the request's number, or -1 to leave it to Python."""
     if not _begin(m, is_kind(kind), peer):
         return -1
+    if not is_ready(m, peer):
+        return let_go(m, -1)
     channel = channel_of(m, peer)
     if load_word(channel, r.OUT_HEAD) < load_word(channel, r.OUT_END):
         _progress(m)
@@ -536,7 +539,7 @@ def send_call(m, data, out, nbytes, kind, peer):
     """Send as `send` of ring_kernels.py does; while requests are pending, post a request and wait."""
     if not is_kind(kind) or is_shut(m, -1) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
         return LATER
-    if not is_peer(m, peer):
+    if not is_peer(m, peer) or not is_ready(m, peer):
         return let_go(m, LATER)
     if has_requests(m):
         let_go(m, LATER)

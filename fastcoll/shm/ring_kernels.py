@@ -163,6 +163,12 @@ def is_peer(m, rank):
     return 0 <= rank < load_word(m, r.SIZE) and rank != load_word(m, r.RANK)
 
 
+@inlined
+def is_ready(m, rank):
+    """Whether the memory of the ring to a rank is allocated."""
+    return load_word(channel_of(m, rank), r.OUT_READY) != 0
+
+
 @locked_entry
 def send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index) -> int:
     """Send an array and wait until a receive has taken it.
@@ -175,7 +181,7 @@ def send(mailbox: Index, dst: Index, tensor: PyObject, word: Index, size: Index)
     if is_shut(m, integer(size)) or not seize_unless(m + 8 * r.BUSY, m + 8 * r.BEHIND):
         return LATER
     nbytes, kind = message_of(m, x, integer(word), integer(size), 0)
-    if nbytes < 0 or not is_peer(m, peer) or has_requests(m):
+    if nbytes < 0 or not is_peer(m, peer) or has_requests(m) or not is_ready(m, peer):
         return let_go(m, LATER)
     return take_gil(release_gil(), run_send(m, peer, data_of(x), nbytes, kind))
 

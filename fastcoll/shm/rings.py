@@ -120,7 +120,7 @@ SENDING, RECEIVING, ARRIVING, MISFIT, ENDED = range(1, 6)
 MAILBOX_WORDS = REQUESTS + RECORDS + RECORDS_AT_MOST * RECORD_WORDS
 
 # Words of a channel, a rank's state for one peer. Positions count bytes since the ring was made.
-OUT = 0  # address of the ring to the peer
+OUT = 0  # address of the control words of the ring to the peer
 OUT_HEAD = 1
 OUT_TAIL = 2  # the peer's TAIL as last seen
 OUT_BODY = 3  # position of the payload of the message that is entering the ring
@@ -130,11 +130,13 @@ OUT_NBYTES = 6
 OUT_KIND = 7
 SENT = 8  # number of messages to the peer that were begun
 ACKS_READ = 9  # number of acks that were read
+OUT_DATA = 10  # address of the memory of the ring to the peer
 ACK_NUMBER = 11  # 11 to 14: the four fields of the last ack read
 ACK_DECISION = 12
 ACK_NBYTES = 13
 ACK_KIND = 14
-IN = 16  # address of the ring from the peer
+OUT_READY = 15  # 1: that memory is allocated
+IN = 16  # address of the control words of the ring from the peer
 IN_HEAD = 17  # the peer's HEAD as last seen
 IN_TAIL = 18
 IN_BODY = 19
@@ -149,6 +151,7 @@ WATCHED = 27  # posted receives that may match a message of this peer
 OWED = 28  # number of acks that wait for space; set by Python
 OUT_ALGORITHM = 29  # CLOSE, PAST or DIRECT (autotune.py): how the message that is entering is written
 IN_ALGORITHM = 30  # CLOSE or PAST: how the arriving message is copied out
+IN_DATA = 31  # address of the memory of the ring from the peer
 IN_FROM = 33  # of the last header read: address of the sender's array if the message is direct, else 0
 IN_DID = 34  # number of bytes of that array that were read so far
 IN_PID = 35  # the peer's process ID
@@ -171,9 +174,9 @@ def _span(m, position, nbytes):
 
 
 @inlined
-def _address(m, ring, position):
-    """Return the address of the byte at `position`."""
-    return ring + RING_HEADER + (position & (load_word(m, RING) - 1))
+def _address(m, data, position):
+    """Return the address of the byte at `position`, in the memory of a ring at `data`."""
+    return data + (position & (load_word(m, RING) - 1))
 
 
 @inlined
@@ -214,14 +217,14 @@ def push(m, channel):
     part = min(load_word(channel, OUT_END) - head, load_word(m, RING) // PIECES_A_RING)
     if not has_room(m, channel, part):
         return False
-    ring = load_word(channel, OUT)
+    data = load_word(channel, OUT_DATA)
     body = load_word(channel, OUT_BODY)
     if head < body:
-        address = _address(m, ring, head)
+        address = _address(m, data, head)
         store_word(address, 0, load_word(channel, OUT_NBYTES))
         store_word(address, 1, load_word(channel, OUT_KIND))
     if load_word(channel, OUT_ALGORITHM) == DIRECT:
-        address = _address(m, ring, head)
+        address = _address(m, data, head)
         store_word(address, 1, load_word(channel, OUT_KIND) | IS_DIRECT)
         store_word(address, 2, load_word(channel, OUT_FROM))
     else:
@@ -230,15 +233,15 @@ def push(m, channel):
         source = load_word(channel, OUT_FROM) + start - body
         first = _span(m, start, nbytes)
         past = load_word(channel, OUT_ALGORITHM) == PAST
-        copy_or_stream(past, _address(m, ring, start), source, first)
-        copy_or_stream(past, ring + RING_HEADER, source + first, nbytes - first)
+        copy_or_stream(past, _address(m, data, start), source, first)
+        copy_or_stream(past, data, source + first, nbytes - first)
     store_word(channel, OUT_HEAD, head + part)
-    store_release(ring + HEAD, head + part)
+    store_release(load_word(channel, OUT) + HEAD, head + part)
     reached(_PIECE_SENT)
     # Fetch the cache lines of the next message now, so that the next `push` need not wait for them. Without this, 64
     # bytes take 0.68 us one way (2 cores).
     for line in range(_LINES_AHEAD):
-        prefetch_to_write(_address(m, ring, head + part) + FRAME_UNIT * line)
+        prefetch_to_write(_address(m, data, head + part) + FRAME_UNIT * line)
     return True
 
 
@@ -270,7 +273,7 @@ def sees_header(m, channel):
     tail = load_word(channel, IN_TAIL)
     if not has_arrived(channel, tail + 1):
         return False
-    address = _address(m, load_word(channel, IN), tail)
+    address = _address(m, load_word(channel, IN_DATA), tail)
     for line in range(_LINES_AHEAD):
         prefetch(address + FRAME_UNIT * line)
     kind = load_word(address, 1)
@@ -332,7 +335,7 @@ def pull(m, channel):
     part = min(load_word(channel, IN_END) - tail, load_word(m, RING) // PIECES_A_RING)
     if not has_arrived(channel, tail + part):
         return False
-    ring = load_word(channel, IN)
+    data = load_word(channel, IN_DATA)
     body = load_word(channel, IN_BODY)
     start = max(tail, body)
     nbytes = min(tail + part, body + load_word(channel, IN_NBYTES)) - start
@@ -340,8 +343,8 @@ def pull(m, channel):
         target = load_word(channel, IN_TO) + start - body
         first = _span(m, start, nbytes)
         past = load_word(channel, IN_ALGORITHM) == PAST
-        copy_or_stream(past, target, _address(m, ring, start), first)
-        copy_or_stream(past, target + first, ring + RING_HEADER, nbytes - first)
+        copy_or_stream(past, target, _address(m, data, start), first)
+        copy_or_stream(past, target + first, data, nbytes - first)
     reached(_PIECE_READ)
     _take(channel, tail + part)
     return True

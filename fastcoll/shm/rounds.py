@@ -48,7 +48,7 @@ from ..compiler.jit import inlined, kernel
 from ..core import signature
 from ..core.operations import OPERATIONS
 from ..core.signature import UNEVEN
-from ..core.status import AGAIN, DONE, LATER, MISMATCH, MIXED
+from ..core.status import AGAIN, DONE, LATER, MISMATCH, MIXED, UNALLOCATED
 from ..failpoints import number_of
 from ..kernels.failing import failing, reached
 from ..kernels.primitives import (
@@ -247,8 +247,14 @@ def _await_all(c, offset, want):
 
 
 @inlined
-def open_slot(c):
-    """Wait until every peer has read the old content of the slot that this rank writes next."""
+def open_slot(c, nbytes, room=layout.INLINE):
+    """Wait until every peer has read the old content of the slot that this rank writes next.
+
+    Args:
+        nbytes: size of the data of each round; more than `room` bytes go into the slot, fewer into the call line.
+    """
+    if nbytes > room and load_word(c, at.ALLOCATED) == 0:
+        return UNALLOCATED
     want = load_word(c, at.ROUND) + load_word(c, at.WROTE) - layout.SLOTS + 1
     if load_word(c, at.SEEN) >= want:
         return DONE

@@ -35,7 +35,7 @@ import errno
 
 from ..compiler.jit import inlined, kernel
 from ..core.monitor import FAILED
-from ..core.status import AGAIN, DONE, UNMAPPED, UNREADABLE, WORKED
+from ..core.status import AGAIN, DONE, UNALLOCATED, UNMAPPED, UNREADABLE, WORKED
 from ..failpoints import number_of
 from ..kernels.allocator import BASE, LIMIT, SHUT
 from ..kernels.copy import copy, copy_from
@@ -109,7 +109,12 @@ def _line(c, peer, words):
 
     This is the call line or, if the addresses do not fit into it, the slot of the call's first round.
     """
-    return r.payload_of(c, peer, 0, 8 * (words + 1))
+    return r.payload_of(c, peer, 0, _bytes_of_line(words))
+
+
+@inlined
+def _bytes_of_line(words):
+    return 8 * (words + 1)
 
 
 @inlined
@@ -212,8 +217,9 @@ def exchange(c, call, shape, balance, spread):
     receives, receive_sizes = r.table(c, at.TAKES), r.table(c, at.TAKES + 1)
     words = size if spread > 1 else 1
     if load_word(c, at.WROTE) == 0:
-        if r.open_slot(c) != DONE:
-            return AGAIN
+        opened = r.open_slot(c, _bytes_of_line(words))
+        if opened != DONE:
+            return opened
         line, base = _line(c, rank, words), 0
         for peer in range(size):
             nbytes = load_word(send_sizes, peer)
@@ -314,6 +320,8 @@ def _reduce_slice(c, spec, dst, offset, nbytes, push):
             peer = (rank + shift) % size
             source = load_word(r.table(c, at.TAKES), peer) + offset + did
             if load_word(r.table(c, at.TAKES + 1), peer) == 0:
+                if load_word(c, at.ALLOCATED) == 0:
+                    return UNALLOCATED
                 scratch = r.slot_of(c, rank, 1 + (shift - 1) // a_slot) + (shift - 1) % a_slot * room
                 code = _read(c, peer, scratch, source, part)
                 if code != DONE:
@@ -415,8 +423,9 @@ def reduce_scatter(c, out, nbytes, shape, spec, call):
     """Read and reduce the blocks that all ranks have for this rank."""
     rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
     if load_word(c, at.WROTE) == 0:
-        if r.open_slot(c) != DONE:
-            return AGAIN
+        opened = r.open_slot(c, _bytes_of_line(size))
+        if opened != DONE:
+            return opened
         line, base = _line(c, rank, size), 0
         for peer in range(size):
             address = load_word(r.table(c, at.GIVES), peer)

@@ -89,6 +89,8 @@ def matching(sections: Iterable[Sequence[Any]], conditions: Conditions) -> tuple
 
 def fill(table: Array, times: Times, left: float = 1.0) -> None:
     """Fill a new table with times in ticks; `left`: fraction of the back-off that algorithms still have to wait."""
+    if not times:
+        return
     for row, operation, size in _rows(table):
         algorithms = times.get(operation, {}).get(size, {})
         ticks = {

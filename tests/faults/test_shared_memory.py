@@ -32,6 +32,40 @@ print("RESULT", fastcoll.shared_arrays.contains(np.ones(1 << 18, np.float32)))
 """
 
 
+FULL = """
+import os
+import numpy as np, fastcoll as dist
+
+def work(what):
+    group = dist.new_group(timeout=60)
+    x = np.ones(100_000, np.float32)
+    dist.all_reduce(x[:4], group=group)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        free = os.statvfs("/dev/shm")
+        os.posix_fallocate(os.open("/dev/shm/filler", os.O_CREAT | os.O_RDWR), 0, free.f_bavail * free.f_frsize)
+    dist.barrier()
+    try:
+        for _ in range(3):
+            dist.all_reduce(x[:4], group=group)  # small calls need no more memory
+        if what == "all_reduce":
+            dist.all_reduce(x, group=group)
+        elif what == "async":
+            dist.all_reduce(x, group=group, async_op=True).wait()
+        elif dist.get_rank() == 0:
+            dist.isend(x[:9], 1, group=group).wait() if what == "isend" else dist.send(x[:9], 1, group=group)
+        else:
+            dist.recv(x[:9], 0, group=group)
+        return "no error"
+    except dist.FastcollError as error:
+        return f"{type(error).__name__}: {error}".replace("\\n", " ")
+
+if __name__ == "__main__":
+    for text in dist.run(work, 2, ("WHAT",)):
+        print("RESULT", text)
+"""
+
+
 OF_TWO_USERS = """
 import sys
 import numpy as np, fastcoll as dist
@@ -80,6 +114,15 @@ def test_unusable_shared_memory_is_refused_with_the_cure_on_every_rank(tmp_path,
 
 def test_small_shared_memory_means_smaller_segments(tmp_path):
     assert run_behind(tmp_path, SHM.format("size=1m")) == ["RESULT 0 "] * 2
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "async", "send", "isend"])
+def test_memory_that_is_full_when_a_group_needs_more_is_an_error_on_every_rank(tmp_path, what):
+    """The error names the rank that could not get memory, and what to do."""
+    results = run_behind(tmp_path, SHM.format("size=32m"), FULL.replace("WHAT", what))
+    assert all("KiB are needed" in text and "--shm-size" in text for text in results), results
+    expected = "AbortedError: reaching rank 1" if what == "isend" else "ResourceError: /dev/shm has "
+    assert any(text.startswith(f"RESULT {expected}") for text in results), results
 
 
 def test_shared_arrays_beyond_the_free_memory_are_ordinary_ones(tmp_path):

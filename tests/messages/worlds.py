@@ -180,7 +180,7 @@ def _segment(size: int) -> Segment:
 
 
 def _ring_pipe(segment: Segment, index: int, monitor: Monitor) -> RingPipe:
-    return RingPipe(segment.address, segment.layout, index, monitor, (0, 100), address_of(_CONTEXT))
+    return RingPipe(segment, index, monitor, (0, 100), address_of(_CONTEXT))
 
 
 class ListMonitor(Monitor):

@@ -8,7 +8,7 @@ from shm.explorer import SHARED, Explorer, load
 
 from fastcoll.core import signature
 from fastcoll.core.monitor import FAILED
-from fastcoll.core.status import AGAIN, DONE, MISMATCH, MIXED, UNMAPPED, WORKED
+from fastcoll.core.status import AGAIN, DONE, MISMATCH, MIXED, UNALLOCATED, UNMAPPED, WORKED
 
 CONTEXT, WHAT, ARENA, ARRAYS = (k << 20 for k in range(1, 5))
 SHARED_ARRAYS = SHARED + (1 << 30)
@@ -89,6 +89,17 @@ class World:
             self.machine.store_words(t, (self.lag, self.algorithm))  # LAG, ALGORITHM
 
         self.made.autotune.choose_none = choose
+        self.rank, plain_store = 0, self.machine.store
+
+        def store(address: int, value: Any) -> None:
+            first, nbytes = self.layout.slots_of(self.rank)
+            if 0 <= address - SHARED - first < nbytes:
+                assert self.machine.load(CONTEXT + 8 * self.made.context_layout.ALLOCATED), (
+                    "no memory has ended with"
+                )
+            plain_store(address, value)
+
+        self.machine.store = store  # type: ignore[method-assign]
 
     def begin(self, rank: int) -> tuple[Any, dict[int, Any]]:
         at, layout, waiting = self.made.context_layout, self.layout, self.made.waiting
@@ -112,7 +123,7 @@ class World:
     def go_on(self, rank: int, at: tuple[int, int]) -> tuple[int, int] | None:
         number, how = at
         r, words, m = self.made.rounds, self.made.context_layout, self.machine
-        call = self.calls[number]
+        call, self.rank = self.calls[number], rank
         if how == ENDING:
             return self.end(rank, at)
         self.lag, direct = (0, False) if how & r.HELD else (call.lags[rank], call.direct[rank])
@@ -130,7 +141,9 @@ class World:
         if code == AGAIN and self.quitter >= 0 and self.must_fail(rank):
             m.store_release(self.section(rank) + self.made.layout.STATE, FAILED)
             return number, ENDING
-        if code in (AGAIN, WORKED):
+        if code == UNALLOCATED:
+            m.store(CONTEXT + 8 * words.ALLOCATED, 1)
+        if code in (AGAIN, WORKED, UNALLOCATED):
             return number, how & ~r.HELD | r.RESUMED
         if code == MIXED:
             return number, r.HELD

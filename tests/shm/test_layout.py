@@ -13,10 +13,20 @@ from fastcoll.shm import layout
 @pytest.mark.parametrize("per_rank", [1 << 19, 1 << 20, 2 << 20, 4 << 20])
 def test_parts_do_not_overlap(size: int, per_rank: int) -> None:
     plan = layout.plan(size, per_rank)
-    last_ring = plan.rings_at + (size - 1) * (layout.RING_HEADER + plan.ring)
+    last_header = plan.headers_at + (size - 1) * layout.RING_HEADER
+    last_ring = plan.rings_at + (size - 1) * plan.ring
     assert layout.REASON + layout.REASON_BYTES <= layout.CONTROL
-    assert layout.CONTROL + layout.SLOTS * plan.slot <= plan.rings_at
+    assert sum(plan.slots_of(0)) <= plan.section(0) + plan.headers_at
+    assert last_header <= plan.rings_at
     assert last_ring <= plan.stride
+    if size > 1:
+        rings = [plan.ring_of(size - 1, peer) for peer in range(size - 1)]
+        assert {plan.section(size - 1) + offset for offset in (plan.headers_at, plan.rings_at)} <= set(
+            sum(rings, ())
+        )
+        assert len(set(rings)) == size - 1
+    for start, nbytes in plan.always_there(size - 1):
+        assert start % layout.PAGE == nbytes % layout.PAGE == 0
     assert plan.section(size - 1) + plan.stride == plan.nbytes
     assert all(plan.section(rank) % layout.PAGE == 0 for rank in range(size))
     assert layout.COMBINED + 2 * layout.LINE * plan.groups <= plan.section(0)

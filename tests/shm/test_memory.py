@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from shm.groups import holdings, mappings
 
 import fastcoll as dist
+from fastcoll.shm import context_layout as at
 
 BYTES_A_RANK = 4 << 20
 WARM_UP = 30
@@ -26,6 +31,70 @@ def test_a_real_group_maps_no_more(rank: int, world_size: int) -> None:
     assert all(0 < nbytes <= world_size * BYTES_A_RANK for nbytes in mappings())
     dist.destroy_process_group(group)
     assert mappings() == before
+
+
+def allocated(group: Any) -> int:
+    """Return how many bytes of this rank's slots are allocated."""
+    segment = group.backend._segment
+    start, nbytes = segment.layout.slots_of(group.rank)
+    pages = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+    assert (
+        ctypes.CDLL(None).mincore(ctypes.c_void_p(segment.address + start), ctypes.c_size_t(nbytes), pages)
+        == 0
+    )
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+def exchanges(n: int, group: Any) -> dict[str, Callable[[], Any]]:
+    """Return, by name, calls with n elements from each rank."""
+    x, size = np.ones(n, np.float32), group.size
+    many, of_root = np.ones((size, n), np.float32), group.rank == 0
+    return {
+        "all_reduce": lambda: dist.all_reduce(x, group=group),
+        "reduce": lambda: dist.reduce(x, 0, group=group),
+        "scan": lambda: dist.scan(x, group=group),
+        "broadcast": lambda: dist.broadcast(x, 0, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(many, x, group=group),
+        "gather": lambda: dist.gather(x, list(many) if of_root else None, group=group),
+        "scatter": lambda: dist.scatter(x, list(many) if of_root else None, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(many, many.copy(), group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(x, many, group=group),
+    }
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("algorithm", ["close", "direct"])
+@pytest.mark.parametrize("n", [1, 5, 20, 1000, 100_000])
+def test_memory_of_slots_is_allocated_before_the_first_write(
+    rank, world_size, n, algorithm, monkeypatch
+) -> None:
+    """A rank must not write into memory for which there may be no room."""
+    monkeypatch.setenv("FASTCOLL_SHM_ALGORITHMS", algorithm)
+    for name in exchanges(1, dist.new_group()):
+        group = dist.new_group()
+        exchanges(n, group)[name]()
+        words = group.backend.context.words
+        expected = group.backend._segment.layout.slots_of(rank)[1] if words[at.ALLOCATED] else 0
+        assert allocated(group) == expected, name
+        if n == 1 and name not in ("all_to_all", "scatter", "reduce_scatter"):
+            assert expected == 0, name
+        elif n == 100_000 and algorithm == "close" and (rank == 0 or name not in ("broadcast", "scatter")):
+            assert expected, name
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(8)
+def test_groups_with_small_calls_take_little_memory(rank, world_size) -> None:
+    """Thirty groups of eight ranks take less than 10 MiB."""
+    groups = [dist.new_group() for _ in range(30)]
+    for group in groups:
+        dist.all_reduce(np.ones(2), group=group)
+        assert allocated(group) == 0
+    layout = groups[0].backend._segment.layout
+    there = sum(nbytes for _, nbytes in layout.always_there(rank))
+    assert 30 * (layout.header + world_size * there) < 10 << 20
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 def all_holdings() -> dict[str, int]:

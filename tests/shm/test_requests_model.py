@@ -20,7 +20,7 @@ from fastcoll.p2p.transfers import DTYPE_BITS
 
 MAILBOXES, RINGS, ARRAYS, LABELS, OWNERS = (SHARED + (k << 20) for k in range(1, 6))
 CONTEXT, GIVEN = 1 << 20, 2 << 20
-PER_RANK, PER_PEER, ROOM, CHANNELS = 1 << 16, 1 << 12, 1 << 8, 1 << 14
+PER_RANK, PER_PEER, ROOM, CHANNELS, HEADER = 1 << 16, 1 << 12, 1 << 8, 1 << 14, 1 << 10
 RANKS = 3
 
 
@@ -60,7 +60,11 @@ class World:
             mine = words | {r.RANK: rank, r.CHANNELS: channels}
             self.shared |= {m + 8 * word: value for word, value in mine.items()}
             for peer in set(range(RANKS)) - {rank}:
-                channel = {r.OUT: self.ring(rank, peer), r.IN: self.ring(peer, rank)}
+                channel = {r.OUT: self.ring(rank, peer), r.IN: self.ring(peer, rank), r.OUT_READY: 1}
+                channel |= {
+                    r.OUT_DATA: self.ring(rank, peer) + HEADER,
+                    r.IN_DATA: self.ring(peer, rank) + HEADER,
+                }
                 at = channels + 8 * peer * r.CHANNEL_WORDS
                 self.shared |= {at + 8 * word: value for word, value in channel.items()}
 

@@ -18,6 +18,7 @@ from fastcoll.p2p import pipe
 from fastcoll.p2p.transfers import DTYPE_BITS
 
 MAILBOX, CHANNELS, CONTEXT, ARRAY, BUFFERS = (k << 20 for k in range(1, 6))
+DATA = SHARED + (1 << 29)
 DATA_OF_BOTH = SHARED + (1 << 30)
 ROOM = 1 << 10
 
@@ -64,6 +65,7 @@ class World:
         }  # fmt: skip
         channel = {
             r.OUT: SHARED + (rank << 16), r.IN: SHARED + (peer << 16),
+            r.OUT_DATA: DATA + (rank << 16), r.IN_DATA: DATA + (peer << 16), r.OUT_READY: 1,
             r.IN_STATE: SHARED + (1 << 20) + (peer << 16),
         }  # fmt: skip
         words = {MAILBOX + 8 * word: value for word, value in mailbox.items()}
@@ -264,7 +266,7 @@ DIRECT = ("isend 0 4, isend 1 3", "recv 0 4, irecv 1 3")
 PLANTS = [
     # Unread data is overwritten.
     (LONG, "+ nbytes - load_word(m, RING) => + nbytes - load_word(m, RING) - FRAME_UNIT"),
-    (LONG, "ring = load_word(channel, IN)\n => ring = load_word(channel, IN); _take(channel, tail + part)\n"),
+    (LONG, "data = load_word(channel, IN_DATA)\n => data = load_word(channel, IN_DATA); _take(channel, tail + part)\n"),
     (FOUR, "load_word(channel, ACKS_GIVEN) - ACK_SLOTS + 1 => load_word(channel, ACKS_GIVEN) - ACK_SLOTS"),
     (FOUR, "store_release(ring + ACKS_TAKEN, taken + 1) => store_release(ring + ACKS_TAKEN, taken + 2)"),
     (FOUR, "kernels: if r.has_ack_space(channel) and r.sees_header => if r.sees_header"),
@@ -273,8 +275,8 @@ PLANTS = [
     (LONG, "has_arrived(channel, tail + 1) => has_arrived(channel, tail)"),
     (TAGS, "store_word(ack, 1, number) => store_release(ack, given + 1), store_word(ack, 1, number)"),
     (FOUR, "if load_acquire(ack) != taken + 1: => if load_acquire(ack) == 0:"),
-    (WRAP, "copy_or_stream(past, ring + RING_HEADER, source + first, nbytes - first) => 0"),
-    (WRAP, "copy_or_stream(past, target + first, ring + RING_HEADER, nbytes - first) => 0"),
+    (WRAP, "copy_or_stream(past, data, source + first, nbytes - first) => 0"),
+    (WRAP, "copy_or_stream(past, target + first, data, nbytes - first) => 0"),
     # The wrong message or ack.
     (PROGRAMS["reversed tags"], "kernels: load_word(channel, r.IN_KIND) != kind or => False or"),
     (LONG, "kernels: load_word(channel, r.RECEIVED), TAKEN, nbytes, kind) => 0, TAKEN, nbytes, kind)"),

@@ -51,7 +51,7 @@ PLANTS = [
     (2, REDUCED, "if load_word(c, at.EXPOSED) == 0: => if False:"),
     (2, "broadcast 2 direct, broadcast 3 direct", "store_word(c, at.DID, 0) => 0"),
     (3, BLOCKS, "r.slot_of(c, rank, 1 + (shift - 1) => r.slot_of(c, rank, (shift - 1)"),
-    (3, BLOCKS, "if r.open_slot(c) != DONE:\n            return AGAIN\n        line, base = _line(c, rank, words), 0"
+    (3, BLOCKS, "if opened != DONE:\n            return opened\n        line, base = _line(c, rank, words), 0"
      " => line, base = _line(c, rank, words), 0"),
 ]  # fmt: skip
 WITH_A_QUITTER = [
