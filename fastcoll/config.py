@@ -171,7 +171,7 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_METRICS": Setting(
         _endpoint,
         "",
-        "port, or HOST:PORT, at which each node serves metrics for Prometheus (docs/metrics.md); "
+        "port, or HOST:PORT, at which each node serves metrics for Prometheus (docs/watching.md); "
         "without HOST on loopback only",
     ),
     "FASTCOLL_METRICS_SOCKET": Setting(
