@@ -17,6 +17,7 @@ from .finding import Finding
 from .printing import Printer, counted
 
 _CHECKS = ("software_checks", "machine_checks", "network_checks")
+_WIDTHS = 7, 13, 80  # of the columns
 _STYLES = {"ok": "good", "none": "dim", "warning": "warning", "problem": "bad"}
 
 
@@ -37,27 +38,20 @@ def main(words: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     if given.ranks < 1:
         parser.error(f"-n must be at least 1, got {given.ranks}")
-    findings = list(examine(given.ranks))
-    problems, warnings = (sum(each.level == level for each in findings) for level in ("problem", "warning"))
-    show = Printer()
+    show, host = Printer(), os.uname().nodename
     if given.json:
-        about = {
-            "fastcoll": __version__,
-            "host": os.uname().nodename,
-            "ranks": given.ranks,
-            "fine": not problems,
-        }
+        findings = list(examine(given.ranks))
+        fine = all(each.level != "problem" for each in findings)
+        about = {"fastcoll": __version__, "host": host, "ranks": given.ranks, "fine": fine}
         show.json({**about, "findings": [each._asdict() for each in findings]})
-        return 1 if problems else 0
-    show.say(
-        f"fastcoll {__version__} on {os.uname().nodename}, checked for {counted(given.ranks, 'rank')} here",
-        "bold",
-    )
-    show.table(
-        ("", "what", "found"),
-        [(each.level, each.about, each.text) for each in findings],
-        [_STYLES[each.level] for each in findings],
-    )
+        return 0 if fine else 1
+    findings = []
+    show.say(f"fastcoll {__version__} on {host}, checked for {counted(given.ranks, 'rank')} here", "bold")
+    show.heading(("", "what", "found"), _WIDTHS)
+    for each in examine(given.ranks):  # some checks take seconds, so each finding is shown at once
+        findings.append(each)
+        show.row((each.level, each.about, each.text), _WIDTHS, _STYLES[each.level])
+    problems, warnings = (sum(each.level == level for each in findings) for level in ("problem", "warning"))
     if cures := [(each.about, each.cure) for each in findings if each.cure]:
         show.say()
         show.table(("what", "cure"), cures, ["bold"] * len(cures))

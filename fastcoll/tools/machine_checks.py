@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from ..shm import segment
 from ..shm.autotune import DIRECT, allowed_algorithms
 from ..shm.layout import plan
 from ..shm.reach import let_peers_read
+from ..system import load
 from ..system.address import CURE, FOR_OTHERS
 from .finding import Finding
 from .printing import bytes_of, counted
@@ -25,8 +27,10 @@ _LARGER = "docker: --shm-size=1g; kubernetes: an emptyDir with medium: Memory; e
 # Bytes of address space that Numba's compiler and NumPy's threads need; a part is only reserved and never used.
 _ADDRESS_SPACE = 8 << 30
 _SECONDS = 20
+_WINDOW_SECONDS = 0.25
 _ASK_PEER = """
 import sys
+import time
 from fastcoll.shm.reach import descriptors_are_open, read_word
 pid, address, word = map(int, sys.argv[1:])
 print(descriptors_are_open(pid))
@@ -240,6 +244,24 @@ def cores(ranks: int) -> Iterator[Finding]:
         yield Finding("ok", "cores", about)
 
 
+def other_processes(ranks: int) -> Iterator[Finding]:
+    """Report how much other processes use the cores, in a short window in which this process sleeps."""
+    usable = os.sched_getaffinity(0)
+    before, began, own = load.read(), time.monotonic(), time.process_time()
+    time.sleep(_WINDOW_SECONDS)
+    after, seconds = load.read(), time.monotonic() - began
+    if not after:
+        yield Finding("none", "load", "not known, because /proc/stat cannot be read")
+        return
+    used = load.used_by_others(before, after, usable, time.process_time() - own, seconds)
+    text = load.describe(used, len(usable))
+    if used >= load.MUCH:
+        cure = "end them, or start fewer ranks; timings need a quiet machine"
+        yield Finding("warning", "load", f"{text} now; ranks that share a core take turns", cure)
+    else:
+        yield Finding("ok", "load", text)
+
+
 def huge_pages(ranks: int) -> Iterator[Finding]:
     """Report the settings of huge pages, which change timings; fastcoll asks for no huge pages."""
     folder = Path("/sys/kernel/mm/transparent_hugepage")
@@ -253,4 +275,4 @@ def huge_pages(ranks: int) -> Iterator[Finding]:
     yield Finding("ok", "huge pages", f"{text} (fastcoll asks for none)")
 
 
-CHECKS = (shared_memory, memory, limits, memory_of_peers, kernel, cores, huge_pages)
+CHECKS = (shared_memory, memory, limits, memory_of_peers, kernel, cores, other_processes, huge_pages)

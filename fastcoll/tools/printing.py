@@ -45,22 +45,34 @@ class Printer:
 
     def table(self, names: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> None:
         """Print rows under the names of the columns; `styles` has one style for each row's first cell."""
-        if not self._terminal:
-            for row in (names, *rows):
-                self._write("\t".join(" ".join(cell.split()) for cell in row))
-            return
         widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+        self.heading(names, widths)
+        for number, row in enumerate(rows):
+            self.row(row, widths, styles[number] if styles else "")
+
+    def heading(self, names: Sequence[str], widths: Sequence[int]) -> None:
+        """Print the names of a table's columns, for rows that are not known yet; `row` prints these."""
+        if self._terminal:
+            self._write(_GAP.join(map(str.ljust, names, widths)).rstrip(), "dim")
+        else:
+            self.row(names, widths)
+
+    def row(self, cells: Sequence[str], widths: Sequence[int], style: str = "") -> None:
+        """Print a row of a table at once; `style` is that of its first cell."""
+        if not self._terminal:
+            self._write("\t".join(" ".join(cell.split()) for cell in cells))
+            self._out.flush()
+            return
         before = sum(widths[:-1]) + len(_GAP) * (len(widths) - 1)
         beside = self._width - before >= min(_NARROWEST, widths[-1])
-        self._write(_GAP.join(map(str.ljust, names, widths)).rstrip(), "dim")
-        for number, row in enumerate(rows):
-            first, *others = [*map(str.ljust, row[:-1], widths), ""]
-            styled = self._styled(first, styles[number] if styles else "")
-            indent = before if beside else 4
-            lines = textwrap.wrap(row[-1], max(self._width - indent, _NARROWEST)) or [""]
-            self._write((_GAP.join([styled, *others]) + (lines.pop(0) if beside else "")).rstrip())
-            for line in lines:
-                self._write(" " * indent + line)
+        first, *others = [*map(str.ljust, cells[:-1], widths), ""]
+        indent = before if beside else 4
+        lines = textwrap.wrap(cells[-1], max(self._width - indent, _NARROWEST)) or [""]
+        styled = self._styled(first, style)
+        self._write((_GAP.join([styled, *others]) + (lines.pop(0) if beside else "")).rstrip())
+        for line in lines:
+            self._write(" " * indent + line)
+        self._out.flush()
 
     def anew(self) -> None:
         """Begin another report: in place of the last one on a terminal, elsewhere after an empty line."""

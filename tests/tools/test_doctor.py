@@ -15,11 +15,12 @@ from fastcoll import config
 from fastcoll.rendezvous.detect import port_beside
 from fastcoll.shm import segment
 from fastcoll.tools import doctor, machine_checks, network_checks, software_checks
+from fastcoll.tools.finding import Finding
 
 ABOUT = {
     "Python", "NumPy", "Numba", "posix_ipc", "torch", "mpi4py", "CUDA", "settings", "secret", "compiled code",
-    "shared memory", "memory", "limits", "peers' memory", "kernel", "cores", "huge pages", "loopback", "interfaces",
-    "own name", "ports",
+    "shared memory", "memory", "limits", "peers' memory", "kernel", "cores", "huge pages", "load", "loopback",
+    "interfaces", "own name", "ports",
 }  # fmt: skip
 
 
@@ -195,3 +196,25 @@ def test_a_check_that_fails_is_reported_and_the_others_go_on(monkeypatch):
     first, second = list(doctor.examine(2))
     assert (first.level, first.about) == ("problem", "broken")
     assert second.about == "loopback"
+
+
+def test_a_finding_is_shown_before_the_next_check_runs(monkeypatch, capsys):
+    shown = []
+
+    def examine(ranks):
+        yield Finding("ok", "one", "works")
+        shown.append(capsys.readouterr().out)
+        yield Finding("problem", "two", "does not", "mend it")
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    assert doctor.main(["-n", "2"]) == 1
+    assert shown[0].splitlines()[1:] == ["\twhat\tfound", "ok\tone\tworks"]
+    assert "two\tmend it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("used", "level"), [(0.05, "ok"), (1.4, "warning")])
+def test_other_processes_that_use_the_cores_are_a_warning(used, level, monkeypatch):
+    monkeypatch.setattr(machine_checks.load, "used_by_others", lambda *_: used)
+    (found,) = machine_checks.other_processes(2)
+    assert (found.level, f"other processes use {used:.1f} of" in found.text) == (level, True)
+    assert bool(found.cure) == (level == "warning")
