@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from .job.recovery import abort, shrink
     from .launch.run import run
     from .launch.spawn import spawn
+    from .profiling.block import profile
     from .store import TCPStore
 
 __all__ = ["init_process_group", "destroy_process_group", "world", "is_initialized", "get_rank"]
@@ -89,7 +90,7 @@ __all__ += ["all_gather_object", "broadcast_object_list", "gather_object", "scat
 __all__ += ["send_object_list", "recv_object_list"]
 __all__ += ["all_gather_multigpu", "all_reduce_multigpu", "broadcast_multigpu", "reduce_multigpu"]
 __all__ += ["Store", "FileStore", "HashStore", "PrefixStore", "TCPStore", "register_rendezvous_handler"]
-__all__ += ["run", "spawn", "dump", "__version__"]
+__all__ += ["run", "spawn", "dump", "profile", "__version__"]
 __all__ += [
     "FastcollError",
     "UsageError",
@@ -116,6 +117,7 @@ def __getattr__(name: str) -> Any:
     if name in ("elastic", "jax", "rpc"):
         return import_module(f".{name}", __name__)
     places = {"run": ".launch.run", "spawn": ".launch.spawn", "TCPStore": ".store"}
+    places |= {"profile": ".profiling.block"}
     places |= {"abort": ".job.recovery", "shrink": ".job.recovery", "GradientReducer": ".api.gradients"}
     if name in places:
         return getattr(import_module(places[name], __name__), name)

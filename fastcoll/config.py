@@ -177,6 +177,11 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_METRICS_SOCKET": Setting(
         str, "", "name of the socket at which the launcher takes the ranks' records; the launcher sets it"
     ),
+    "FASTCOLL_PROFILE_DIR": Setting(
+        str,
+        "",
+        "folder into which ranks write the times of their calls; `python -m fastcoll profile` sets it",
+    ),
     "FASTCOLL_DEBUG": Setting(  # errors.py reads it itself, because this module imports errors.py
         _switch, 0, "1: tracebacks of uncaught errors also show fastcoll's own frames"
     ),

@@ -40,10 +40,12 @@ LAYERS = (
     ("__init__",),
     ("launch",),
     ("elastic", "rpc"),
+    ("pages",),
     ("testing", "torch", "jax", "bench", "ray"),
     ("torchft",),
     ("warmup", "traced", "shipping"),
     ("tools",),
+    ("profiling",),
     ("__main__",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -15,7 +15,10 @@ from fastcoll.tools.command import COMMANDS
 
 # Page -> title, and the modules whose public names it has. A name of `fastcoll` belongs to the page with its module.
 _OF_FASTCOLL = {
-    "groups": ("Processes and groups", ("job", "launch", "core.group", "record", "rendezvous", "_version")),
+    "groups": (
+        "Processes and groups",
+        ("job", "launch", "core.group", "profiling", "record", "rendezvous", "_version"),
+    ),
     "collectives": (
         "Collectives",
         ("api.collectives", "core.reduce_op", "core.work", "api.gradients", "api.objects", "api.multigpu"),

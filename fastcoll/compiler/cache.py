@@ -62,6 +62,8 @@ _OTHER_ROOMS = {
     "jax",
     "job",
     "launch",
+    "pages",
+    "profiling",
     "rpc",
     "testing",
     "tools",

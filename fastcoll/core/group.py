@@ -20,7 +20,7 @@ from ..arrays.arrays import ImportedArray, OnDeviceError, finish_all, import_arr
 from ..errors import AbortedError, GroupError, UnavailableError, UsageError
 from ..record import dump
 from ..record.recorder import located
-from . import arguments, operands, trees
+from . import arguments, operands, profiler, trees
 from .backend import Backend, DeviceCarrier, StreamCall
 from .devices import Devices
 from .message import Status
@@ -97,6 +97,7 @@ class ProcessGroup:
         self.fast: ProcessGroup = cast(ProcessGroup, _Calls())
         for name, call in calls.items():
             setattr(self.fast, name, call)
+        profiler.note(self)
 
     @property
     def size(self) -> int:

@@ -113,6 +113,7 @@ class Work(Future[Any]):
     _state = PENDING
     _noted_by: UnobservedWorks | None = None
     outputs: Sequence[Any] = ()  # the arrays that the operation writes
+    profiled: Any = None  # what profiler.py logs when a thread waits, if a profile is on
 
     def __init__(self, describe: str = "operation") -> None:
         self.describe = describe

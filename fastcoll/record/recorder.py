@@ -48,6 +48,7 @@ __all__ = ["GroupRecorder", "Record", "read"]
 
 _log = logging.getLogger("fastcoll")
 _PAGE = 4096
+_SIGNATURE = struct.Struct("=3q")  # NUMBER, CALL, SHAPE
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
 _MOST_CLOSED = 64  # closed groups whose blocks, of 72 KiB and more, stay in the file for metrics/
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -310,6 +311,22 @@ class GroupRecorder:
         self._cells[row + r.ENDED] = time.monotonic_ns() & ~7 | r.ENDS.index(how)
         if how == "done":
             self._cells[self._finished] = number
+
+    def last_call(self) -> tuple[int, int, int]:
+        """Return the number and signature of the last call; the signature is 0, 0 if the call was not published."""
+        number = self._cells[self._calls]
+        published, call, shape = _SIGNATURE.unpack_from(self._cells, 8 * r.row_of(number))
+        return (number, call, shape) if published == number else (number, 0, 0)
+
+    def entry(self, number: int) -> tuple[int, int, int, int]:
+        """Return the signature and the times of one of the last calls, zeros if unknown; times in ns of time.monotonic.
+
+        The times are 0 if the call was not timed.
+        """
+        cells, row = self._cells, r.row_of(number)
+        if cells[row + r.NUMBER] != number:
+            return 0, 0, 0, 0
+        return cells[row + r.CALL], cells[row + r.SHAPE], cells[row + r.BEGAN], cells[row + r.ENDED] & ~7
 
     def called_from(self, file: str, line: int) -> None:
         """Record the call site of this thread's next call, which will run after all calls that are queued now."""

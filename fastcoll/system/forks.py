@@ -18,6 +18,7 @@ ORDER = (
     "processes",  # replaces a lock, and closes the pidfds of watched processes
     "record",  # before "groups", which writes to the groups' flight records: gives the child its own copies of these
     "dump",
+    "profile",  # the parent's logs belong to the parent
     "groups",  # makes groups unusable
     "world",
     "servers",  # closes the listening sockets

@@ -19,6 +19,7 @@ COMMANDS = {
     "top": ("fastcoll.tools.top", "what the ranks of a job on this machine do, in a live view"),
     "doctor": ("fastcoll.tools.doctor", "what works on this machine, what does not, and cures for problems"),
     "env": ("fastcoll.tools.environment", "the launcher that was detected, and the settings in force"),
+    "profile": ("fastcoll.profiling.command", "how the ranks of a program spend their time in calls"),
     "trace": ("fastcoll.tools.trace", "what went wrong first in a job, from the files that its ranks wrote"),
     "launch": ("fastcoll.launch.command", "start a program with several ranks"),
     "bench": ("fastcoll.bench.__main__", "time and verify operations"),

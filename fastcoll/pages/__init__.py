@@ -1,0 +1,1 @@
+"""Pages of results with plots, which open without a network."""

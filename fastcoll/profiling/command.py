@@ -1,0 +1,128 @@
+"""`python -m fastcoll profile -- PROGRAM`: run a program, then show how its ranks spent their time.
+
+The ranks write into a folder (FASTCOLL_PROFILE_DIR), whoever starts them. The exit code is the program's. The table
+goes to stderr, so that the program's output stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Container, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import FrameType
+
+from ..errors import UnavailableError
+from ..pages import html_page
+from ..record.call_log import SUFFIX, load
+from .merging import Profile, RankLog, merge
+from .profile_page import write_html
+from .report import text_of, write_json
+
+_NOT_FOUND, _NOT_RUN, _MISUSED = 127, 126, 2  # a shell's exit codes
+_PASSED_ON = signal.SIGTERM, signal.SIGHUP
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command; return the program's exit code, 128 + N if signal N has ended it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fastcoll profile",
+        usage="%(prog)s [options] -- PROGRAM [ARGUMENT ...]",
+        description="Run a program, for example `python train.py` or `python -m fastcoll.launch -n 4 train.py`. When "
+        "it has ended, print on stderr how its ranks spent their time: for each operation and size the calls, the "
+        "bytes, the time in transfer, and the time waiting for other ranks.",
+        epilog="exit code: the program's.",
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="also write a page with plots; needs plotly"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures, for programs")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where the ranks write (default: a temporary folder); for several machines one that all of them share",
+    )
+    parser.add_argument("program", nargs="+", metavar="PROGRAM", help=argparse.SUPPRESS)
+    given = parser.parse_args(words)
+    try:
+        if given.html is not None:
+            html_page.require()
+    except UnavailableError as error:
+        print(f"fastcoll profile: {error}", file=sys.stderr)
+        return _MISUSED
+    with ExitStack() as stack:
+        folder = given.folder or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="fastcoll-profile-"))
+        )
+        before = {path.name for path in folder.glob(f"*{SUFFIX}")}
+        code = run_program(given.program, folder)
+        return code if show(folder, before, given.html, given.json) else code or 1
+
+
+def run_program(program: Sequence[str], folder: Path) -> int:
+    """Run the program to its end, and pass signals on to it; Ctrl-C reaches it from the terminal."""
+    environment = os.environ | {"FASTCOLL_PROFILE_DIR": os.fspath(folder.absolute())}
+    started: list[subprocess.Popen[bytes]] = []
+    pending: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        pending.append(number)
+        for process in started:
+            process.send_signal(number)
+
+    handlers = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+    handlers[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        started.append(subprocess.Popen(program, env=environment))
+        for number in pending:
+            started[0].send_signal(number)
+        code = started[0].wait()
+    except OSError as error:
+        print(f"fastcoll profile: {program[0]} cannot be run: {error.strerror}", file=sys.stderr)
+        return _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_RUN
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def show(folder: Path, before: set[str], html: Path | None, json: Path | None) -> bool:
+    """Print the profile, and write the files; return whether all files could be written."""
+    found = read(folder, before)
+    if found is None:
+        print("fastcoll profile: no process made a group, so there is nothing to show", file=sys.stderr)
+        return html is None and json is None
+    sys.stdout.flush()
+    print(f"\nfastcoll profile: {text_of(found)}", end="", file=sys.stderr)
+    written = True
+    for path, write in ((html, write_html), (json, write_json)):
+        if path is None:
+            continue
+        try:
+            write(found, path)
+            print(f"{path.absolute()}", file=sys.stderr)
+        except OSError as error:
+            print(f"fastcoll profile: {path} cannot be written: {error.strerror}", file=sys.stderr)
+            written = False
+    return written
+
+
+def read(folder: Path, left_out: Container[str] = ()) -> Profile | None:
+    """Merge the logs in a folder; None if there are none. Of processes with the same rank, the last one counts."""
+    logs: dict[int, RankLog] = {}
+    for path in folder.glob(f"*{SUFFIX}"):
+        with suppress(OSError, ValueError, KeyError):
+            if path.name not in left_out:
+                mine = RankLog(*load(os.fspath(path).removesuffix(SUFFIX)))
+                other = logs.get(mine.rank)
+                if (
+                    other is None
+                    or other.about["began"] + other.about["epoch"] < mine.about["began"] + mine.about["epoch"]
+                ):
+                    logs[mine.rank] = mine
+    return merge([logs[rank] for rank in sorted(logs)]) if logs else None
