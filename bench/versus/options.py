@@ -84,6 +84,8 @@ def _add_options(add: Callable[..., Any]) -> None:
 
 
 def _options_of(given: argparse.Namespace, words: Sequence[str]) -> Options:
+    if given.html:
+        raise UsageError("--html is not for a comparison; --plot draws it")
     if given.csv:
         raise UsageError("--csv is not for a comparison; --json has every round's times")
     if given.results and given.results.exists() and not given.results.is_dir():

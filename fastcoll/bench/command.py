@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 from ..arrays.dtypes import parse_dtype
 from ..errors import UnavailableError, UsageError, install
 from ..job.backends import parse_backend
+from ..pages import html_page
 from ..rendezvous.detect import Detected, detect
 from . import cases
 from .cases import argument, listed, parse_operation, positive, writable
+from .picture import PICTURES
 from .rank import FAILED, MISUSED, OK, run
-from .results import PICTURES
 
 # Options for other measurements (studies), each with the module of this package that makes the measurement.
 _STUDIES = {"--start": "start_times", "--first-calls": "first_calls", "--overlap": "overlap"}
@@ -144,6 +145,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--csv", type=argument(writable), metavar="FILE", help="also write the rows")
     drawn = "also draw, e.g. out.png; PNG and SVG if the name has no extension; repeatable; "
     drawn += "a run of all operations draws fastcoll-bench.png"
+    page_help = "also write one page with plots, which opens without a network; needs plotly"
+    add("--html", type=argument(writable), metavar="FILE", help=page_help)
     add("--plot", type=Path, action="append", default=[], metavar="FILE", help=drawn)
     return parser
 
@@ -191,6 +194,8 @@ def _complete(given: argparse.Namespace, ranks: int, words: Sequence[str]) -> No
     if impossible := set(asked) - set(possible):
         raise UsageError(f"{impossible.pop()} is for host memory; leave --device {given.device} out")
     given.operations = asked or possible
+    if given.html is not None:
+        html_page.require()
     given.sizes = given.sizes or cases.size_range(given.begin, given.end, given.factor)
     given.plot = pictures(given.plot)
     if not (asked or given.plot) and _can_draw() and os.access(".", os.W_OK):

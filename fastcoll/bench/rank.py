@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -20,8 +21,9 @@ import numpy as np
 import fastcoll as dist
 
 from ..errors import UsageError
+from ..system import load
 from . import measuring as m
-from . import results
+from . import picture, results
 from .cases import Case, cases, format_size
 from .measuring import Call, Schedule, Tile, Timing, pin
 from .results import Row, Run
@@ -49,8 +51,15 @@ def run(local_rank: int, meeting: dict[str, Any], options: Namespace) -> int:
         results.write_json(options.json, done)
     if options.csv:
         results.write_csv(options.csv, done.results)
+    if options.html:
+        picture.write_html(
+            options.html,
+            done,
+            [results.describe(done.machine), *(each[2:] for each in results.load_of(done))],
+        )
+        print(f"# page: {options.html.resolve()}", flush=True)
     for path in options.plot:
-        results.draw(path, done)
+        picture.draw(path, done)
         print(f"# picture: {path.resolve()}", flush=True)
     if not options.plot:
         print("# a picture of it: --plot FILE.png", flush=True)
@@ -64,12 +73,25 @@ def _measure_all(options: Namespace, place: Host, tell: bool) -> Run:
     report = Report(len(todo), tell)
     with report.bar or nullcontext():
         report.notes(results.header(run))
+        before = load.read(), time.monotonic(), time.process_time()
         for case in todo:
             report.begin(case)
             rows.append(_measure(case, options, place))
             report.add(rows[-1])
+        run.machine["cores_of_others"] = used_by_others(run, *before)
         report.notes([*results.per_element(rows), *results.summary(rows), *results.in_short(run)])
+        report.notes(results.load_of(run))
     return run
+
+
+def used_by_others(run: Run, stat: str, began: float, used: float) -> float:
+    """Return how many of the cores of rank 0's host other processes have used, on average. Collective."""
+    seconds = [0.0] * dist.get_world_size()
+    dist.all_gather_object(seconds, time.process_time() - used)
+    after, took = load.read(), time.monotonic() - began
+    here = [device for device in run.devices if device["hostname"] == run.devices[0]["hostname"]]
+    cores = set().union(*(device["cores"] for device in here))
+    return load.used_by_others(stat, after, cores, sum(seconds[device["rank"]] for device in here), took)
 
 
 def _describe(options: Namespace, rows: list[Row]) -> Run:

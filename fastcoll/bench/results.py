@@ -1,4 +1,4 @@
-"""The rows of results, facts about the machine, and their output as lines, JSON, CSV and pictures.
+"""The rows of results, facts about the machine, and their output as lines, JSON and CSV.
 
 time, p99       microseconds per call: median and 99th percentile over a rank's batches, of the slowest rank
 algbw           size / time, GB/s (10**9 bytes)
@@ -21,13 +21,10 @@ import numpy as np
 
 from .._version import __version__
 from ..shm import tuning_cache
+from ..system import load
 from .cases import SHAPES, Case, format_size
 from .measuring import Schedule, Timing, estimate
 
-PICTURES = (".png", ".svg", ".pdf")  # the file name extensions that `draw` accepts
-# Okabe and Ito's colours, which colour-blind people can distinguish; further lines repeat them with other marks.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKS = "osD^v"
 _STREAM_BYTES = 64 << 20
 
 _ROW = "{:>12} {:>12} {:>10} {:>8} {:>5} {:>11} {:>11} {:>8} {:>8} {:>8}"
@@ -159,6 +156,15 @@ def in_short(run: Run) -> list[str]:
     ]
 
 
+def load_of(run: Run) -> list[str]:
+    """Return a line about the cores that other processes used during the run, if they used some."""
+    used = run.machine.get("cores_of_others", 0.0)
+    if used < load.MUCH:
+        return []
+    text = load.describe(used, run.machine["usable_cores"]).replace(" use ", " used ")
+    return [f"# {text} during this run, on average: times on a busy machine mean little"]
+
+
 def machine(usable_cores: int) -> dict[str, Any]:
     """Return facts about this machine and its software, for JSON; the ranks share `usable_cores` cores."""
     from importlib.metadata import version  # imports email; no rank needs it before its first call
@@ -225,50 +231,3 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([[field.name for field in fields(Row)], *map(astuple, rows)])
-
-
-def draw(path: Path, run: Run) -> None:
-    """Draw time and bandwidth over size into a file (png, svg, pdf), a line per operation, dtype and reduction."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5.4), layout="constrained")
-    times, speeds = figure.subplots(1, 2)
-    # The rows of operations with data, by label. Labels have the type and the reduction only if they differ.
-    data = [row for row in run.results if row.size]
-    telling = [name for name in ("type", "redop") if len({getattr(row, name) for row in data} - {"none"}) > 1]
-    lines: dict[str, list[Row]] = {}
-    for row in data:
-        words = [row.operation, *(getattr(row, name) for name in telling)]
-        lines.setdefault(" ".join(word for word in words if word != "none"), []).append(row)
-    _panel(times, lines, lambda row: row.time_us, "time per call (µs)")
-    bus = len(run.devices) > 1
-    label = "bus bandwidth (GB/s)" if bus else "size / time (GB/s); one rank has no bus"
-    _panel(speeds, lines, lambda row: row.busbw if bus else row.algbw, label)
-    # The memory bandwidth of each rank when all ranks use it at once.
-    update, copy = run.machine["update_gbs"], run.machine["copy_gbs"]
-    for speed in (update, copy):
-        speeds.axhline(speed, color="grey", linewidth=1, linestyle=":")
-    text, at = f"memory: in-place update {update:.1f}, copy {copy:.1f} GB/s", (0.01, max(update, copy))
-    how = {"xytext": (0, 3), "textcoords": "offset points", "fontsize": 8, "color": "grey"}
-    speeds.annotate(text, at, xycoords=("axes fraction", "data"), **how)
-    speeds.set_ylim(top=2 * max(update, copy, speeds.get_ylim()[1] / 2))
-    figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
-    place = f"{len(run.devices)} ranks on {run.machine['cpu']}, {run.machine['usable_cores']} cores"
-    title = f"fastcoll {run.machine['fastcoll']} · {run.backend} · {place} · {run.start_time[:10]}"
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=150)
-
-
-def _panel(axes: Any, lines: dict[str, list[Row]], value: Callable[[Row], float], label: str) -> None:
-    for number, (name, rows) in enumerate(lines.items()):
-        sizes, values = [row.size for row in rows], [value(row) for row in rows]
-        colour, mark = _COLOURS[number % len(_COLOURS)], _MARKS[number // len(_COLOURS) % len(_MARKS)]
-        axes.plot(sizes, values, mark + "-", color=colour, label=name, markersize=4, linewidth=1.5)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("size (bytes)")
-    axes.set_title(label, loc="left", fontsize=10)
-    axes.xaxis.set_major_formatter(lambda size, _: format_size(round(size)))
-    axes.yaxis.set_major_formatter(lambda tick, _: f"{tick:g}")
-    axes.grid(True, which="major", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)

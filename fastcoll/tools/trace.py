@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ..core.signature import describe
+from ..errors import UnavailableError
 from ..system.own_files import open_anew
 from . import divergence
 from .dumps import Dump, load
 from .printing import Printer
 from .timeline import picture, timeline
+from .trace_page import COLUMNS, row_of, write_html
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,11 +32,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         Printer().json(_as_data(dumps))
         return 0
+    if options.html is not None:
+        try:
+            write_html(options.html, dumps)
+        except (UnavailableError, OSError) as error:
+            print(f"fastcoll trace: {options.html} cannot be written: {error}", file=sys.stderr)
+            return 1
     out = Printer()
     size = dumps[0].record.world_size
     out.say(divergence.summary(dumps))
     out.say()
-    out.table(("rank", "pid", "host", "in, or last call", "place"), [_row(dump) for dump in dumps])
+    out.table(COLUMNS, [row_of(dump) for dump in dumps])
     out.say()
     waits = divergence.waits(dumps)
     silent = sorted({*range(size)} - {dump.rank for dump in dumps})
@@ -49,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"fastcoll trace: {path} cannot be written: {error.strerror}", file=sys.stderr)
             return 1
         out.say(f"{path}: {what}")
+    if options.html is not None:
+        out.say(f"{options.html}: both of them and the table, as one page")
     return 0
 
 
@@ -69,29 +79,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object, for programs; write no files"
     )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="also write one page with plots, which opens without a network",
+    )
     return parser
-
-
-def _row(dump: Dump) -> list[str]:
-    """Return the table's row for a rank: the call that it is in, or its last call in the first group with calls."""
-    groups = dump.record.groups
-    doing = [
-        f"{describe(*g.under_way.head)}, call {g.under_way.number} of {g.name}" for g in groups if g.under_way
-    ]
-    doing += [wait.doing for g in groups for wait in g.waits if not wait.number]
-    if not doing:
-        doing = [
-            f"{describe(*g.ring[-1].head)}, call {g.ring[-1].number} of {g.name}: {g.ring[-1].state}"
-            for g in groups
-            if g.ring
-        ]
-    return [
-        str(dump.rank),
-        str(dump.record.pid),
-        dump.record.host,
-        doing[0] if doing else "-",
-        dump.program_line() or "-",
-    ]
 
 
 def _as_data(dumps: Sequence[Dump]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import pytest
 from fastcoll.bench import results
 from fastcoll.bench.cases import Case
 from fastcoll.bench.measuring import Schedule, Timing
-from fastcoll.bench.results import Run, draw, header, in_short, per_element, write_csv, write_json
+from fastcoll.bench.picture import MOST_CURVES, draw, limit_us, panels, write_html
+from fastcoll.bench.results import Run, header, in_short, load_of, per_element, write_csv, write_json
 
 
 def row(operation="all_reduce", count=1000, ranks=4, wrong=0, root=-1, redop="sum", seconds=2e-6):
@@ -128,6 +129,43 @@ def test_csv(tmp_path):
     assert second["wrong"] == ""
 
 
-def test_plot_of_one_rank_has_no_bus(tmp_path):
+def test_a_picture_of_one_rank(tmp_path):
     draw(tmp_path / "out.svg", run(row(ranks=1), ranks=1))
     assert (tmp_path / "out.svg").read_text().startswith("<?xml")
+
+
+def test_each_operation_has_a_panel_with_few_curves():
+    types = ["int8", "int32", "float16", "float32", "float64"]
+    rows = [replace(row(count=count), type=name) for name in types for count in (1, 2)]
+    rows += [row("broadcast", redop="none"), row("barrier", 0, redop="none")]
+    found = panels(run(*rows))
+    assert [name for name, _ in found] == ["all_reduce (1)", "all_reduce (2)", "broadcast"]
+    assert [label for _, curves in found for label in curves] == [*types, "time"]
+    assert all(len(curves) <= MOST_CURVES for _, curves in found)
+    assert [len(rows) for rows in found[0][1].values()] == [2, 2, 2, 2]
+
+
+def test_the_limit_is_one_pass_of_the_memory():
+    made = run(row())
+    assert limit_us(made, row(count=1 << 20)) == pytest.approx((4 << 20) / 10e9 * 1e6)
+    assert limit_us(made, row("broadcast", count=1 << 20, redop="none")) == pytest.approx(
+        (4 << 20) / 5e9 * 1e6
+    )
+
+
+def test_a_busy_machine_is_mentioned():
+    made = run(row())
+    assert load_of(made) == []
+    made.machine["cores_of_others"] = 0.04
+    assert load_of(made) == []
+    made.machine["cores_of_others"] = 1.26
+    assert load_of(made)[0].startswith("# other processes used 1.3 of 2 cores during this run")
+
+
+def test_a_page_has_a_plot_for_each_operation_and_all_rows(tmp_path):
+    made = run(row(), row("broadcast", redop="none"), row("barrier", 0, redop="none"))
+    write_html(tmp_path / "out.html", made, ["about this <run>"])
+    page = (tmp_path / "out.html").read_text()
+    assert page.count("Plotly.newPlot(") == page.count("</h2>") - 1 == 2
+    assert "<td>barrier</td>" in page
+    assert "about this &lt;run&gt;" in page
