@@ -64,7 +64,7 @@ PLACES = {
     "shm.message.piece_sent": "a block of a message is in the ring; for every kind of send",
     "shm.message.piece_read": "a block is copied from the ring or the sender's array, and this is not published yet",
     "shm.message.before_ack": "a message has arrived, and is not acknowledged",
-    "shm.meeting.after_create": "rank 0 has made a group's segment and published its name",
+    "shm.meeting.after_create": "rank 0 has made a group's segment, and not published its name",
     "shm.meeting.after_attach": "a rank has mapped the segment",
     "shm.meeting.after_proof": "a rank has published that it has mapped the segment",
     "tcp.OPERATION.enter": "the call's connections are established, and nothing is sent",

@@ -54,18 +54,16 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
                 layout = choose_layout(len(members))
                 name = new_name()
                 published = tuning_table.to_publish(len(members), layout.slot)
-                meeting.publish(
-                    "segment", json.dumps({"name": name, "times": published, **asdict(layout)}).encode()
-                )
                 segment = Segment.create(name, layout)
                 segment.words[ONE_SHOT_LIMIT] = one_shot_limit(len(members))
                 segment.words[ALGORITHMS] = allowed_algorithms()
-                meeting.publish("created")
                 failpoints.reach("shm.meeting.after_create")
+                meeting.publish(
+                    "segment", json.dumps({"name": name, "times": published, **asdict(layout)}).encode()
+                )
             else:
                 announced = json.loads(meeting.receive("segment"))
                 name, published = announced.pop("name"), announced.pop("times")
-                meeting.receive("created")
                 try:
                     segment = Segment.attach(name, Layout(**announced))
                 except ResourceError:
@@ -87,8 +85,7 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
                 segment.close()
                 raise
         except BaseException:
-            # If rank 0 has died, its segment must be unlinked. This rank may not know the name, because rank 0
-            # announced the name in the store, which may have died with it.
+            # If rank 0 has died, its segment must be unlinked. This rank may not know the name.
             sweep(
                 member
                 for member in gone_among(members)
