@@ -104,7 +104,13 @@ class ShmBackend(Backend):
         tuning_table.fill(self._tuning, *already)
         self.messages: Engine = Engine(routes, rank, self.monitor, gate.timeout)
         self.inline_start = InlineStart(
-            gate, self.context, self.calls.resume, self.calls.torn, share, self._record.unawaited
+            gate,
+            self.context,
+            self.calls.resume,
+            self.calls.torn,
+            self.calls.allocate_slots,
+            share,
+            self._record.unawaited,
         )
         self.calls.carry_on = self.inline_start.carry_on
         self._symmetric = SymmetricArrays(gate, self.monitor, self.context, self.fail)

@@ -148,8 +148,7 @@ class Calls:
             elif code == UNMAPPED:
                 self._map_arena(self.context[words.LATE], look)
             elif code == UNALLOCATED:
-                self._segment.allocate(*self._segment.layout.slots_of(self.gate.rank))
-                self.context.words[words.ALLOCATED] = 1
+                self.allocate_slots()
             elif code == MIXED:
                 self._record.broken_off("made anew")
             else:
@@ -164,6 +163,15 @@ class Calls:
         if begun and code == LATER:
             raise changed(self.report.doing(entry.name))
         return code == DONE
+
+    def allocate_slots(self) -> None:
+        """Allocate the memory of this rank's slots.
+
+        Raises:
+            ResourceError: /dev/shm is full.
+        """
+        self._segment.allocate(*self._segment.layout.slots_of(self.gate.rank))
+        self.context.words[words.ALLOCATED] = 1
 
     def _refuse_to_read(self, entry: Entry, look: Callable[[int], None]) -> None:
         """Raise the reason why a peer's array cannot be read: a death, a failure of the group, or the array itself."""

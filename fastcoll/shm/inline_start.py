@@ -42,7 +42,7 @@ from ..arrays.arrays import import_array
 from ..arrays.tensors import header_of, headers_for, plain_types
 from ..compiler.jit import Entry
 from ..core.gate import Gate
-from ..core.status import AGAIN, DONE, LATER, WORKED
+from ..core.status import AGAIN, DONE, LATER, UNALLOCATED, WORKED
 from ..core.work import ENDLESS, Work, is_progressing, mark_progressing
 from ..errors import AbortedError, FastcollError, UsageError
 from ..kernels import waiting
@@ -143,6 +143,7 @@ class InlineStart:
 
     Args:
         resume, torn: handle an entry that returned early, and one that an exception has left; see calls.py.
+        allocate: allocates the memory of this rank's slots, which an entry asks for once, by UNALLOCATED.
         share: number of cores for each rank of the job on this node.
         unawaited: called with the number of a call that a thread other than its caller takes over, before that thread
             waits in it.
@@ -154,6 +155,7 @@ class InlineStart:
         context: ShmContext,
         resume: Callable[..., bool],
         torn: Callable[..., None],
+        allocate: Callable[[], None],
         share: int,
         unawaited: Callable[[int], object],
     ) -> None:
@@ -161,7 +163,7 @@ class InlineStart:
         self._context, self._c = context, context.address
         self._brief = self._c | BRIEF
         self._busy = cells_of(context.words[words.BUSY : words.BUSY + 1])
-        self._resume, self._torn, self._share = resume, torn, share
+        self._resume, self._torn, self._allocate, self._share = resume, torn, allocate, share
         self._unawaited = unawaited
         self._open: OpenCall | None = None
         self._longest = _LONGEST
@@ -214,7 +216,9 @@ class InlineStart:
         if code == LATER and self.carry_on(briefly=True):
             code = entry.call(self._brief, *args)
         step = next_step(code, False, False)
-        while step == GO_ON:
+        while step == GO_ON or code == UNALLOCATED:
+            if code == UNALLOCATED:
+                self._allocate()
             code = entry.call(self._brief | RESUMED, *args)
             step = next_step(code, True, self._gate.failure is not None)
         if step == BROKEN:
@@ -272,7 +276,11 @@ class InlineStart:
             if not briefly and is_progressing():
                 self._unawaited(work.number)
             if code in (AGAIN, WORKED):
-                code = work.entry.call(self._c | (RESUMED | BRIEF if briefly else RESUMED), *work.args)
+                handle = self._c | (RESUMED | BRIEF if briefly else RESUMED)
+                code = work.entry.call(handle, *work.args)
+                if code == UNALLOCATED:
+                    self._allocate()
+                    code = work.entry.call(handle, *work.args)
                 if briefly and code in (AGAIN, WORKED):
                     self._open, work = work, None
                     self._busy[0] = OPEN

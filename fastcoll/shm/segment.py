@@ -1,6 +1,6 @@
 """Create, map and unlink segments, which are POSIX shared memory. No other file uses posix_ipc.
 
-Rank 0 announces a random name before it creates the segment. All ranks map the segment, and each proves it by
+Rank 0 creates the segment with a random name and announces it. All ranks map the segment, and each proves it by
 publishing the segment's nonce (meeting.py). Every rank unlinks the name when it finds that all ranks have mapped the
 segment, or that the meeting has failed. The kernel frees the memory when no process has it mapped. `sweep` unlinks
 names whose maker is dead. The survivors of the meeting call it, because rank 0 may have died before they knew the name.

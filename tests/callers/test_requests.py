@@ -295,6 +295,7 @@ def test_the_usual_case_is_one_compiled_call_each(rank, world_size):
     group.backend.pipe.stay_awake()  # as the engine's thread does, which would take over pending requests
     x, y = np.full(4, rank + 1.0), np.zeros(4)
     peer = 1 - rank
+    group.backend.pipe.prepare(peer)  # as the first message to the peer does
     taken = -1 - native_call(d.POST_RECV).call(mailbox, y.ctypes.data, 0, 32, kind, peer)
     sent = -1 - native_call(d.POST_SEND).call(mailbox, x.ctypes.data, 0, 32, kind, peer)
     assert 0 < taken < sent

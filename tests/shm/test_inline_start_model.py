@@ -292,7 +292,7 @@ class Model:
             patch.setattr(core_work, "threading", coop)
             patch.setattr(module, "watch", SimpleNamespace(call=self._watched))
             self.inline = module.InlineStart(
-                self.gate, self.context, self._resume, self._torn, 1, lambda number: None
+                self.gate, self.context, self._resume, self._torn, lambda: None, 1, lambda number: None
             )
             for number, program in enumerate(self.programs):
                 made(f"caller {number}", lambda p=program: self._caller(p))

@@ -271,7 +271,7 @@ PLANTS = [
     (FOUR, "store_release(ring + ACKS_TAKEN, taken + 1) => store_release(ring + ACKS_TAKEN, taken + 2)"),
     (FOUR, "kernels: if r.has_ack_space(channel) and r.sees_header => if r.sees_header"),
     # Data is read before it is written.
-    (LONG, "if head < body: => store_release(ring + HEAD, head + part)\n    if head < body:"),
+    (LONG, "if head < body: => store_release(load_word(channel, OUT) + HEAD, head + part)\n    if head < body:"),
     (LONG, "has_arrived(channel, tail + 1) => has_arrived(channel, tail)"),
     (TAGS, "store_word(ack, 1, number) => store_release(ack, given + 1), store_word(ack, 1, number)"),
     (FOUR, "if load_acquire(ack) != taken + 1: => if load_acquire(ack) == 0:"),
@@ -281,7 +281,7 @@ PLANTS = [
     (PROGRAMS["reversed tags"], "kernels: load_word(channel, r.IN_KIND) != kind or => False or"),
     (LONG, "kernels: load_word(channel, r.RECEIVED), TAKEN, nbytes, kind) => 0, TAKEN, nbytes, kind)"),
     # Deadlocks.
-    (LONG, "store_release(ring + HEAD, head + part) => 0"),
+    (LONG, "store_release(load_word(channel, OUT) + HEAD, head + part) => 0"),
     (FOUR, "(taken + 1) % ACK_BATCH == 0 => (taken + 1) % 3 == 0"),
     (FOUR, "store_word(channel, ACKS_READ, taken + 1) => 0"),
     # Direct messages.
