@@ -19,7 +19,7 @@ from fastcoll.errors import PeerDiedError, StoreError, StoreTimeoutError, UsageE
 from fastcoll.rendezvous import assemble
 from fastcoll.rendezvous.assemble import GroupMeeting
 from fastcoll.rendezvous.join import join
-from fastcoll.store import HashStore, Store, TCPStore, serving, waiting
+from fastcoll.store import HashStore, Store, TCPStore, serving, tcp_store, waiting
 from fastcoll.store.store import StalledError
 from fastcoll.store.table import Missing, StoreRequest
 from fastcoll.store.waiting import fetch_for
@@ -145,19 +145,28 @@ def test_a_registered_rank_that_is_killed_is_named(processes, in_threads, victim
         assert output.endswith(f": rank {victim} (pid {dying.pid} on {os.uname().nodename}) died")
 
 
+@pytest.fixture
+def join_clock(clock, monkeypatch: pytest.MonkeyPatch):
+    """Return a clock whose steps do not make a request late that the store answers meanwhile."""
+    monkeypatch.setattr(tcp_store, "GRACE_SECONDS", 1e6)
+    return clock
+
+
 def time_out(store: Store, missing: bytes, clock) -> None:
     """Let the time of a join pass, once rank 0 has published which ranks are missing."""
     await_value(store, "join/missing", missing)
     clock.ahead += 1000
 
 
-def test_a_failed_join_releases_the_pidfds(processes, in_threads, clock) -> None:
+def test_a_failed_join_releases_the_pidfds(processes, in_threads, join_clock) -> None:
     gc.collect()  # what earlier tests have left in cycles does not count
     before = pidfds()
     with TCPStore("127.0.0.1", 0, is_master=True) as store:
         processes.start(JOIN, store.port, 1, 3, "shm")
         store.wait(["join/member/1"])
-        error, _ = in_threads(partial(join, store, 0, 3, "shm", 600), partial(time_out, store, b"2", clock))
+        error, _ = in_threads(
+            partial(join, store, 0, 3, "shm", 600), partial(time_out, store, b"2", join_clock)
+        )
         assert isinstance(error, StoreTimeoutError)
         assert "missing: 2" in str(error)
         assert pidfds() == before
@@ -274,7 +283,7 @@ sys.stdin.readline()
             fetch_for(store, ["never"], [], 60, "making a group")
 
 
-def test_hosts_with_another_secret_are_named(in_threads, clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_with_another_secret_are_named(in_threads, join_clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTCOLL_SECRET", "one")
     config.forget()
     with TCPStore("127.0.0.1", 0, is_master=True) as store:
@@ -283,7 +292,9 @@ def test_hosts_with_another_secret_are_named(in_threads, clock, monkeypatch: pyt
         with pytest.raises(StoreError, match="another secret"):
             TCPStore("127.0.0.1", store.port)
         until(serving.turned_away)  # the server's thread has seen it
-        error, _ = in_threads(partial(join, store, 0, 2, "tcp", 600), partial(time_out, store, b"1", clock))
+        error, _ = in_threads(
+            partial(join, store, 0, 2, "tcp", 600), partial(time_out, store, b"1", join_clock)
+        )
     assert isinstance(error, StoreTimeoutError)
     text = r"missing: 1 \(turned away: from 127.0.0.1: it refused .* secret differs.* FASTCOLL_SECRET"
     assert re.search(text, str(error))
