@@ -42,17 +42,12 @@ def calling(
     """Make a call of `func` to the worker `to` by `call`, in a client span if the program has a provider."""
     from . import span_context  # calls carry its context from now on
 
-    found = span_context.tracer()
-    if found is None:
+    span = _start("CLIENT", to, func, args)
+    if span is None:
         return call()
-    from opentelemetry.trace import SpanKind, set_span_in_context
+    from opentelemetry.trace import set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    span = found.start_span(
-        method := method_of(func, args),
-        kind=SpanKind.CLIENT,
-        attributes={"rpc.system.name": "fastcoll", "rpc.method": method, "server.address": to},
-    )
     before, carrier = getattr(span_context.this_thread, "carrier", None), dict[str, str]()
     TraceContextTextMapPropagator().inject(carrier, set_span_in_context(span))
     span_context.this_thread.carrier = carrier
@@ -72,18 +67,11 @@ def serving(to: str, func: Callable[..., Any], args: Sequence[Any], run: Callabl
 
     If the result is a Future, the span ends when it is done.
     """
-    from . import span_context
-
-    found = span_context.tracer()
-    if found is None:
+    span = _start("SERVER", to, func, args)
+    if span is None:
         return run()
-    from opentelemetry.trace import SpanKind, use_span
+    from opentelemetry.trace import use_span
 
-    span = found.start_span(
-        method := method_of(func, args),
-        kind=SpanKind.SERVER,
-        attributes={"rpc.system.name": "fastcoll", "rpc.method": method, "server.address": to},
-    )
     try:
         with use_span(span, record_exception=False, set_status_on_exception=False):
             result = run()
@@ -95,6 +83,20 @@ def serving(to: str, func: Callable[..., Any], args: Sequence[Any], run: Callabl
     else:
         span.end()
     return result
+
+
+def _start(kind: str, to: str, func: Callable[..., Any], args: Sequence[Any]) -> Span | None:
+    """Start a span of a SpanKind for a call of `func` at the worker `to`; None: the program has no provider."""
+    from .span_context import tracer
+
+    found = tracer()
+    if found is None:
+        return None
+    from opentelemetry.trace import SpanKind
+
+    method = method_of(func, args)
+    about = {"rpc.system.name": "fastcoll", "rpc.method": method, "server.address": to}
+    return found.start_span(method, kind=SpanKind[kind], attributes=about)
 
 
 def _end_with(span: Span, done: Future[Any]) -> None:
