@@ -154,7 +154,7 @@ def write_html(path: Path, run: Run, about: Sequence[str]) -> None:
         )
         for row in run.results
     ]  # fmt: skip
-    bandwidth = "algbw and busbw are in GB/s. docs/benchmark.md explains the columns."
+    bandwidth = "algbw and busbw are in GB/s. docs/tuning.md explains the columns."
     parts.append(PageTable("All rows", bandwidth, names, rows))
     html_page.write(path, "fastcoll benchmark", [_title(run), *about, limit_text(run)], parts)
 

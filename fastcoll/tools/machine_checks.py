@@ -30,7 +30,6 @@ _SECONDS = 20
 _WINDOW_SECONDS = 0.25
 _ASK_PEER = """
 import sys
-import time
 from fastcoll.shm.reach import descriptors_are_open, read_word
 pid, address, word = map(int, sys.argv[1:])
 print(descriptors_are_open(pid))
