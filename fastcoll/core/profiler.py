@@ -27,6 +27,7 @@ from ..record import call_log as log
 from ..record.call_log import CallLog
 from ..record.record import RING
 from ..system.forks import at_fork
+from ..system.processes import this_process
 from .operands import ANY_TAG
 from .operations import KINDS, METHODS
 from .signature import code_of
@@ -38,7 +39,6 @@ _INTERNAL = re.compile(
     r"/(node|rail)\d+$"
 )  # the groups of hybrid/backend.py, whose calls are parts of other calls
 _MESSAGES = {"send": log.SEND, "recv": log.RECV, "isend": log.ISEND, "irecv": log.IRECV}
-_BOOT = "/proc/sys/kernel/random/boot_id"
 
 _lock = threading.RLock()
 _groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
@@ -86,18 +86,8 @@ def stop(call_log: CallLog) -> None:
 
 def facts(rank: int, world_size: int) -> dict[str, Any]:
     """Return the facts about this process that a log has."""
-    try:
-        with open(_BOOT) as file:
-            machine = file.read().strip()
-    except OSError:
-        machine = os.uname().nodename
-    return {
-        "rank": rank,
-        "world_size": world_size,
-        "host": os.uname().nodename,
-        "machine": machine,
-        "pid": os.getpid(),
-    }
+    me = this_process()
+    return {"rank": rank, "world_size": world_size, "host": me.host, "machine": me.boot_id, "pid": me.pid}
 
 
 def start_process(group: ProcessGroup) -> None:

@@ -124,6 +124,13 @@ _OBJECTS = {
 _TRAVELS = {dtype_code(travel.items) & (_DETAIL << 8 | 0xFF): travel.name for travel in TRAVELS.values()}
 
 
+def operation_of(call: int) -> str:
+    """Return the name of the operation in a call word, with `_coalesced` if the call has several arrays."""
+    code = call & 0xFF
+    name = OPERATIONS[code] if code < len(OPERATIONS) else f"operation {code}"
+    return f"{name}_coalesced" if call & COALESCED else name
+
+
 def describe(call: int, shape: int) -> str:
     """Format a call for error texts, for example `all_reduce(float32, 3 elements, op=SUM)`.
 
@@ -131,8 +138,7 @@ def describe(call: int, shape: int) -> str:
     """
     if not call:
         return "a call that is not published yet"
-    name = OPERATIONS[call & 0xFF] if call & 0xFF < len(OPERATIONS) else f"operation {call & 0xFF}"
-    symmetric, _, operation = name.rpartition(":")
+    symmetric, _, operation = operation_of(call & ~COALESCED).rpartition(":")
     kind = KINDS.get(operation, Kind(WORD))
     if operation in ("barrier", "monitored_barrier", "refused"):
         return "a call that was refused" if operation == "refused" else f"{operation}()"

@@ -18,8 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.operations import OPERATIONS
-from ..core.signature import COALESCED, UNEVEN
+from ..core.signature import COALESCED, UNEVEN, operation_of
 from ..record import record as r
 
 UNSEEN = "unseen"
@@ -144,9 +143,7 @@ def summary(rows: NDArray[np.int64]) -> Iterator[NewCalls]:
         calls = rows[kinds == kind]
         sizes = np.maximum(calls[:, r.SHAPE], 0)  # below 0, a shape is a hash of several sizes
         nbytes, uneven = int(sizes.sum()), int(sizes[calls[:, r.CALL] & UNEVEN != 0].sum())
-        code = kind & 0xFF
-        name = OPERATIONS[code] if code < len(OPERATIONS) else f"operation {code}"
-        yield NewCalls(name + "_coalesced" * bool(kind & COALESCED), len(calls), nbytes, uneven)
+        yield NewCalls(operation_of(kind), len(calls), nbytes, uneven)
 
 
 def _words(data: bytes) -> NDArray[np.int64]:

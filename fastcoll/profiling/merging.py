@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core import signature
 from ..core.operations import OPERATIONS
 from ..record import call_log as log
 from ..record.call_log import Key, Rows
 
 _MEETING = {"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "barrier"}
-_COALESCED = 1 << 61
 _MESSAGES = {log.SEND: "send", log.RECV: "recv", log.ISEND: "isend", log.IRECV: "irecv"}
 _UNKNOWN = -1
 
@@ -311,8 +311,7 @@ def operation_of(flavour: int, kind: int) -> str:
         return "wait for isend or irecv"
     if flavour in _MESSAGES:
         return _MESSAGES[flavour]
-    name = OPERATIONS[kind & 0xFF] if kind & 0xFF < len(OPERATIONS) else "other"
-    name += "_coalesced" if kind & _COALESCED else ""
+    name = signature.operation_of(kind)
     return {log.BLOCKED: f"wait for {name}", log.BESIDE: f"{name} (beside)"}.get(flavour, name)
 
 

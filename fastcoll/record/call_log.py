@@ -41,7 +41,6 @@ GROUP, FLAVOUR, NUMBER, CALL, NBYTES, BEGAN, ENDED, PEER = range(WORDS)
 # the caller. BLOCKED: the wait for an asynchronous collective. BLOCKED_MESSAGE: the wait for an isend or irecv.
 SYNC, BESIDE, BLOCKED, SEND, RECV, ISEND, IRECV, BLOCKED_MESSAGE = range(1, 9)
 BLOCKING = SYNC, BLOCKED, SEND, RECV, BLOCKED_MESSAGE
-MESSAGES = SEND, RECV, ISEND, IRECV, BLOCKED_MESSAGE
 KIND = 0xFF | 1 << 61
 """The bits of a call word that a profile distinguishes: the operation, and whether the call is coalesced."""
 MOST = 1 << 18  # rows of a log, 16 MiB
