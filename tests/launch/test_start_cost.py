@@ -9,37 +9,39 @@ from pathlib import Path
 
 import pytest
 
-_SECONDS = 0.15
-"""The promised processor time of a rank of one node whose kernels are on the disk, beyond the import of NumPy."""
+_IMPORTS_OF_NUMPY = 2.5
+"""The promised processor time of a rank of one node whose kernels are on the disk, after the import of NumPy and
+relative to it, as processors differ: 1.8 when this was written, 3 while a rank imported what it did not need."""
 _STARTS = 10  # other processes can only make a start longer
 
 RANK = """
 import json, sys, time
+began = time.process_time()
 import numpy
-known, began = set(sys.modules), time.process_time()
+known, imported = set(sys.modules), time.process_time()
 import fastcoll as dist
 dist.init_process_group()
 dist.all_reduce(numpy.ones(1024, numpy.float32))
-spent = time.process_time() - began
+ended = time.process_time()
 if dist.get_rank() == 0:
-    print(json.dumps([spent, sorted(set(sys.modules) - known)]))
+    print(json.dumps([imported - began, ended - imported, sorted(set(sys.modules) - known)]))
 dist.destroy_process_group()
 """
 
 
-def start(folder: Path) -> tuple[float, set[str]]:
-    """Start two ranks; return rank 0's seconds and the modules that it imported after NumPy."""
+def start(folder: Path) -> tuple[float, float, set[str]]:
+    """Start two ranks; return rank 0's seconds for NumPy and after it, and the modules that it imported after it."""
     program = folder / "rank.py"
     program.write_text(RANK)
     words = [sys.executable, "-m", "fastcoll.launch", "-n", "2", "--no-prefix", str(program)]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
-    spent, modules = json.loads(done.stdout)
-    return spent, set(modules)
+    numpy, spent, modules = json.loads(done.stdout)
+    return numpy, spent, set(modules)
 
 
 def test_a_rank_of_one_node_imports_no_network_and_no_compiler(tmp_path: Path) -> None:
     start(tmp_path)  # compiles what is not on the disk
-    _, modules = start(tmp_path)
+    *_, modules = start(tmp_path)
     assert "fastcoll.shm.backend" in modules
     for unneeded in ("numba", "numpy.ma", "multiprocessing", "subprocess", "tempfile", "encodings.idna"):
         assert unneeded not in modules
@@ -49,7 +51,8 @@ def test_a_rank_of_one_node_imports_no_network_and_no_compiler(tmp_path: Path) -
 @pytest.mark.timed
 def test_a_rank_starts_within_the_promised_time(tmp_path: Path) -> None:
     start(tmp_path)
-    assert min(start(tmp_path)[0] for _ in range(_STARTS)) < _SECONDS
+    starts = [start(tmp_path) for _ in range(_STARTS)]
+    assert min(spent for _, spent, _ in starts) < _IMPORTS_OF_NUMPY * min(numpy for numpy, *_ in starts)
 
 
 LATE = {
