@@ -24,7 +24,7 @@ from fastcoll.record.record import RING, CallRecord, GroupRecord, MemberRecord, 
 from fastcoll.record.recorder import own
 from fastcoll.tools import top
 from fastcoll.tools.blame import GONE, HAS_LEFT, Process, Rank
-from fastcoll.tools.jobs_here import ProcessMemory, RunningJob, look
+from fastcoll.tools.jobs_here import ProcessMemory, RunningJob, glance, look
 from fastcoll.tools.rates import (
     ENDED,
     RankRates,
@@ -421,6 +421,7 @@ def test_a_stopped_rank_is_shown_as_stopped_and_never_stops_top(rank, tmp_path):
                 shown = "\n".join(lines(until(stuck), 160))
                 assert "stopped, after all_reduce(float64, 4 elements, op=SUM)" in shown
         finally:
+            until(lambda: glance(pids[1]).state == "T")  # a SIGCONT before that would do nothing
             os.kill(pids[1], signal.SIGCONT)
     dist.barrier()
     dist.destroy_process_group(pair)
