@@ -21,8 +21,9 @@ SLICE_SECONDS = 0.25  # a long wait is a sequence of short waits, each at least 
 # All processes that are in the same wait together poll at most this many times a second. A poll is two requests, and a
 # store's server answers about 30,000 requests a second (bench/results/2026-11-21-startup-scale.md).
 LOOKS_PER_SECOND = 1000
-# The kernel closes a dying process's sockets shortly before it reports the process as dead.
-_DYING_SECONDS = 0.3
+# The kernel closes a dying process's sockets shortly before it reports the process as dead. On a full machine the
+# process may wait for a core in between.
+_DYING_SECONDS = 2.0
 
 
 class LateWarning:
@@ -140,7 +141,7 @@ def raise_if_dead(members: Sequence[ProcessId], doing: str) -> None:
 
 
 def raise_if_dying(members: Sequence[ProcessId], doing: str, cause: StoreError) -> None:
-    """Raise PeerDiedError if members are dead, or are found dead within 0.3 s. Called after the loss of a store."""
+    """Raise PeerDiedError if members are dead, or are found dead within 2 s. Called after the loss of a store."""
     deadline = time.monotonic() + _DYING_SECONDS
     while time.monotonic() < deadline:
         died = death_among(members, doing)
