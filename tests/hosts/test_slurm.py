@@ -105,7 +105,9 @@ def test_the_scripts_of_the_page(slurm: Cluster, which: int) -> None:
     # `sbatch --wait` would poll after 2, 10 and 42 s.
     job = slurm.ask("sbatch", "--parsable", "--output=out", "job.sh").strip()
     slurm.await_answer("COMPLETED", "squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}")
-    assert said_in(Path("out").read_text()) == sums("00001111")
+    # Launchers that meet at an endpoint take their ranks in the order in which they come.
+    placed = ["00001111", "11110000"] if which else ["00001111"]
+    assert said_in(Path("out").read_text()) in map(sums, placed)
 
 
 def test_ranks_of_srun_meet_through_mpi(start: Start, tmp_path_factory: pytest.TempPathFactory) -> None:
