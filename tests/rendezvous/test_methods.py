@@ -446,8 +446,8 @@ def test_multicast_one_too_many_is_left_over(in_threads, clock) -> None:
 
     def take_part() -> int:
         found = meet(group, -1, 2, 600)
-        met.release()
         found.store.barrier("both", 2, LIMIT)
+        met.release()
         found.close(linger=LIMIT)
         return found.rank
 
