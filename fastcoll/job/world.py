@@ -363,6 +363,7 @@ def _start(
     # after that rank arrives instead of 0.4 s (two ranks, Numba 0.68, 2 cores of an EPYC).
     with ThreadPoolExecutor(1, "fastcoll-import") as importer, ExitStack() as undo:
         loading = importer.submit(backends.load, choice)
+        undo.callback(_sweep)
         found = find()
         set_process_rank(found.rank)
         failpoints.arm(config.get("FASTCOLL_FAILPOINT"), found.rank)
@@ -388,6 +389,13 @@ def _start(
         found.confirm(world)
         undo.pop_all()
     return job, world
+
+
+def _sweep() -> None:
+    """Unlink the segments of ranks that died while they made the group, and while this rank was still joining them."""
+    from ..shm.segment import sweep  # imports NumPy
+
+    sweep()
 
 
 def _leave(error: BaseException | None, grace: float | None, ended: bool = False) -> GroupError | None:

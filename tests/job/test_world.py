@@ -737,6 +737,21 @@ def test_children_of_multiprocessing_leave_when_they_end(tmp_path: Path) -> None
     assert re.search(r"at exit: .*recv from rank 1 .*, tag 0 of the group WORLD", done.stderr)
 
 
+def test_a_start_that_fails_unlinks_the_segment_of_a_rank_that_died_in_it() -> None:
+    """This rank had not come to the segment's meeting, which would unlink it as well."""
+    dies = (
+        "import os; from fastcoll.shm import segment as s; from fastcoll.shm.layout import plan; n = s.new_name(); "
+        "s.Segment.create(n, plan(2, 1 << 17)); print(n, flush=True); os.kill(os.getpid(), 9)"
+    )
+    left = Path("/dev/shm", python("-c", dies).stdout.strip())
+    assert left.is_file()
+    with pytest.raises(StoreTimeoutError):
+        dist.init_process_group(
+            "shm", init_method=f"tcp://127.0.0.1:{free_port()}", rank=1, world_size=2, timeout=0.1
+        )
+    assert not left.exists()
+
+
 def test_errors_name_the_given_timeout() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     with pytest.raises(StoreTimeoutError, match=r"not all of 2 ranks came within 0\.5 s; missing: 1"):
