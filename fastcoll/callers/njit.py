@@ -32,6 +32,7 @@ from ..p2p.pipe import ANY
 from ..p2p.transfers import DTYPE_BITS
 from . import descriptors
 from .keywords import refuse_lost
+from .numba_cache import lock_caches
 from .numba_types import (
     ANY_SENDER,
     NO_SENDER,
@@ -59,6 +60,8 @@ _POST_SEND, _POST_RECV, _WAIT, _TEST, _WAIT_ANY = d.POST_SEND, d.POST_RECV, d.WA
 _BARRIER = signature.code_of("barrier")
 _BARRIER_WORD = signature.encode("barrier")
 _SUM = ReduceOp.SUM
+
+lock_caches()
 
 
 # ---- shared by all functions ------------------------------------------------------------------------------

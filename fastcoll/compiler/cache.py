@@ -231,7 +231,7 @@ class KernelCache:
         except ResourceError as error:
             self._warn(str(error))
             return load(undisturbed(partial(self._compiled, compile, "")))
-        lock = _acquire(f"{folder}/{self._name}.lock")
+        lock = acquire(f"{folder}/{self._name}.lock")
         return undisturbed(partial(self._load_under_lock, compile, folder, lock))
 
     def _load_under_lock(self, compile: Callable[[], bytes], folder: str, lock: int | None) -> int:
@@ -350,8 +350,8 @@ def _content(path: str) -> bytes:
         return b""
 
 
-def _acquire(path: str) -> int | None:
-    """Return a descriptor that holds the lock, or None if it cannot be taken.
+def acquire(path: str) -> int | None:
+    """Return a descriptor that holds the lock, or None if it cannot be taken; closing it releases the lock.
 
     Without the lock, several processes may compile the same code.
     """
