@@ -141,6 +141,9 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_JOINER": Setting(
         _switch, 0, "1: this process replaces a rank that has failed; the launcher sets it"
     ),
+    "FASTCOLL_LAUNCHERS": Setting(
+        str, "", "HOST:PORT of the store at which the launchers of several nodes meet; the launcher sets it"
+    ),
     "FASTCOLL_PLACE": Setting(
         str,
         "",

@@ -55,3 +55,10 @@ def until(
         assert time.monotonic() < end, otherwise()
         time.sleep(0.001)
     return found
+
+
+def last_table(text: str) -> list[dict[str, str]]:
+    """Return the rows of the last table of ranks in what a command has printed into a pipe, by the columns' names."""
+    found = [line.split("\t") for line in text.splitlines() if "\t" in line]
+    start = max((n for n, row in enumerate(found) if row[0] == "rank"), default=len(found))
+    return [dict(zip(found[start], row, strict=True)) for row in found[start + 1 :]]

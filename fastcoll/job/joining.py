@@ -30,7 +30,7 @@ from contextlib import closing, suppress
 from typing import NamedTuple
 
 from ..core.group import ProcessGroup
-from ..errors import FastcollError, GroupError, RendezvousError, StoreError, UsageError
+from ..errors import FastcollError, GroupError, RendezvousError, StoreError
 from ..rendezvous.attempts import Attempts
 from ..store import PrefixStore, Store
 from ..store.waiting import fetch_for
@@ -67,12 +67,9 @@ class JoinQueue:
     """
 
     def __init__(self, address: str, grace: float) -> None:
-        from ..store import TCPStore  # imports sockets
+        from ..store.tcp_store import client_of  # imports sockets
 
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise UsageError(f"an elastic job's store (FASTCOLL_ELASTIC) is at HOST:PORT, got {address!r}")
-        self._store = TCPStore(host.strip("[]"), int(port), timeout=grace)
+        self._store = client_of("FASTCOLL_ELASTIC", address, grace)
         self._keys = PrefixStore("elastic", self._store)
         self.attempts = Attempts(self._store)
         self._settled = 0  # the value of `count` the last time that rank 0 found no joiner waiting

@@ -26,6 +26,7 @@ from .failures import NodeFailures
 from .gathering import Gathering, agree, open_store
 from .generations import Node, Rules
 from .lifeline import reap_orphans
+from .node_views import NodeViews
 from .nodes import NodeShare, default_port, free_port
 from .options import read
 from .restarts import Restarts
@@ -92,7 +93,10 @@ def _run_once(
     elif job.nodes == 1 and goes_on:
         os.environ.update(job.secret(os.environ))  # the store that this launcher serves requires the secret
         nodes = NodeFailures(1, 0, "127.0.0.1", 0)
-    with nodes or nullcontext():
+    with nodes or nullcontext(), ExitStack() as showing:
+        if nodes and job.nodes > 1 and nodes.address:
+            job = replace(job, launchers=nodes.address)
+            showing.enter_context(NodeViews(nodes.address))
         if nodes and goes_on:
             if job.nodes > 1 and not nodes.address:  # there is no store, but ranks of all nodes need it
                 console.say("--min_ranks needs a store, which cannot be served: give another --nodes_port")
@@ -131,7 +135,12 @@ def _run_generations(
     key = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(8)}"
     node = Node(key, os.uname().nodename, job.local_size, options.role, address, 0, node_rank)
     port = (lambda: job.master_port) if is_static and options.master_port else free_port
-    with Gathering(store, node, port, rules, leads, options.monitor_interval) as gathering:
+    if not isinstance(store, HashStore):
+        from ..system.address import shown  # imports sockets
+
+        job = replace(job, launchers=shown(store.host, store.port))
+    views = NodeViews(job.launchers) if job.launchers else nullcontext()
+    with Gathering(store, node, port, rules, leads, options.monitor_interval) as gathering, views:
         return Restarts(gathering, job, supervise, logs, console, options.monitor_interval, metrics).run()
 
 

@@ -12,6 +12,7 @@
 | FASTCOLL_ELASTIC | HOST:PORT of a store that outlives the ranks; set if the job may go on without failed ranks |
 | FASTCOLL_JOINER | 1 for a process that replaces a failed rank; the process has no RANK and no WORLD_SIZE |
 | FASTCOLL_METRICS_SOCKET | where the ranks hand over their records, if the launcher serves metrics |
+| FASTCOLL_LAUNCHERS | HOST:PORT of the store at which the launchers of several nodes meet |
 | FASTCOLL_PLACE | with FASTCOLL_ELASTIC: the process's name, and its rank if the ranks have not all met before |
 """
 
@@ -42,6 +43,7 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _OF_LAUNCHERS = (
     "FASTCOLL_ELASTIC",
     "FASTCOLL_JOINER",
+    "FASTCOLL_LAUNCHERS",
     "FASTCOLL_PLACE",
     "FASTCOLL_METRICS",
     "FASTCOLL_METRICS_SOCKET",
@@ -75,6 +77,7 @@ class NodeShare:
     pass_local_rank: bool = False  # whether `--local_rank=N` precedes the arguments
     descriptors: tuple[int, ...] = ()  # of files that the ranks inherit
     elastic: str = ""  # HOST:PORT of the store that outlives the ranks
+    launchers: str = ""  # HOST:PORT of the store at which the launchers of several nodes meet
     metrics: str = ""  # the name of the socket at which the launcher takes the ranks' records
     assigned: RankRange | None = (
         None  # the ranks of this node in a generation; None: all nodes have `local_size`
@@ -135,6 +138,7 @@ class NodeShare:
             **self.secret(inherited),
             **self.thread_counts(local_rank, inherited),
             **(elastic if self.elastic else {}),
+            **({"FASTCOLL_LAUNCHERS": self.launchers} if self.launchers else {}),
             **({"FASTCOLL_METRICS_SOCKET": self.metrics} if self.metrics else {}),
             "RANK": str(self.rank(local_rank)),
             "LOCAL_RANK": str(local_rank),

@@ -233,6 +233,19 @@ class TCPStore(TableStore):
         return connection
 
 
+def client_of(variable: str, address: str, timeout: float) -> TCPStore:
+    """Connect to the launchers' store at `address`, HOST:PORT, which is the value of the setting `variable`.
+
+    Raises:
+        UsageError: the address is not HOST:PORT.
+        StoreError: there is no store at the address, or it did not answer within `timeout` seconds.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UsageError(f"the launchers' store ({variable}) is at HOST:PORT, got {address!r}")
+    return TCPStore(host.strip("[]"), int(port), timeout=timeout)
+
+
 def _deadline(request: StoreRequest) -> float:
     """Return the time by which the server must have answered."""
     return time.monotonic() + request.timeout + GRACE_SECONDS

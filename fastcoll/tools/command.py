@@ -16,7 +16,7 @@ from .._version import __version__
 
 COMMANDS = {
     "status": ("fastcoll.tools.running", "the jobs on this machine, and the ranks that hold them up"),
-    "top": ("fastcoll.tools.top", "what the ranks of a job on this machine do, in a live view"),
+    "top": ("fastcoll.tools.top", "what the ranks of a job do, in a live view"),
     "doctor": ("fastcoll.tools.doctor", "what works on this machine, what does not, and cures for problems"),
     "env": ("fastcoll.tools.environment", "the launcher that was detected, and the settings in force"),
     "profile": ("fastcoll.profiling.command", "how the ranks of a program spend their time in calls"),

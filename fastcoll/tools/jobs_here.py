@@ -33,6 +33,7 @@ ABOUT_JOB = (
 JOB_COLUMNS = "job", "ranks", "for", "command"
 _MOST_COMMAND = 100  # characters
 _NAMES_OF_JOBS = b"TORCHELASTIC_RUN_ID", b"SLURM_JOB_ID"
+_LAUNCHERS = b"FASTCOLL_LAUNCHERS"
 _OF_A_LAUNCHER = {b"RANK", b"WORLD_SIZE", b"MASTER_PORT"}
 
 
@@ -259,6 +260,21 @@ def _launched(pid: int) -> str | None:
         return None
     ours = b"FASTCOLL_SECRET" in environ or "fastcoll" in _command(parent)
     return environ[b"RANK"].decode(errors="replace") if ours else None
+
+
+def launchers_of(pid: int) -> tuple[str, dict[bytes, bytes]] | None:
+    """Return where the launchers of a rank's job meet, HOST:PORT, and the environment of the rank's launcher.
+
+    None: the ranks have no launchers on several nodes, or these processes may not be read.
+    """
+    with suppress(OSError):
+        address = b""
+        for each in _line(pid):
+            environ = _environ(each)
+            if _LAUNCHERS not in environ:
+                return (os.fsdecode(address), environ) if address else None
+            address = environ[_LAUNCHERS]
+    return None
 
 
 def _environ(pid: int) -> dict[bytes, bytes]:

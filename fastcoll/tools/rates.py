@@ -76,6 +76,7 @@ class RankRates(NamedTuple):
         waits: the share of samples in which it waited for others.
         late: the rank for which it waited most often; -1: none.
         memory: of its process.
+        host: its machine, if the view has ranks of several.
     """
 
     rank: int
@@ -93,6 +94,7 @@ class RankRates(NamedTuple):
     waits: float | None = None
     late: int = -1
     memory: ProcessMemory | None = None
+    host: str = ""
 
 
 class View(NamedTuple):

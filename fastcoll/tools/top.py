@@ -1,7 +1,8 @@
-"""`python -m fastcoll top`: a live view of a job's ranks on this machine, from their flight records.
+"""`python -m fastcoll top`: a live view of a job's ranks, from their flight records.
 
-The ranks do nothing for it: `Watch` reads their records and /proc, as `status` does, rates.py computes, and top_view.py
-shows. The time that reading takes limits the number of samples, so that sampling uses at most a tenth of a core.
+The ranks do nothing for it: `Watch` reads the records of those on this machine and /proc, as `status` does, rates.py
+computes, and top_view.py shows. Those of other machines are read by their launchers (other_nodes.py). The time that
+reading takes limits the number of samples, so that sampling uses at most a tenth of a core.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command; return 0, or 1 if there is not exactly one job to show."""
     parser = argparse.ArgumentParser(
         prog="python -m fastcoll top",
-        description="Show what a job's ranks on this machine do, twice a second, until q, Ctrl-C or the job's end.",
+        description="Show what a job's ranks do, twice a second, until q, Ctrl-C or the job's end. Ranks of other "
+        "machines are shown if fastcoll's launcher has started the job.",
     )
     parser.add_argument("name", nargs="?", metavar="JOB", help=ABOUT_JOB)
     parser.add_argument("--once", action="store_true", help="show it once, after one interval")
@@ -56,6 +58,7 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(f"--interval is a number of seconds above 0, got {given.interval}")
     try:
         from . import top_screen
+        from .other_nodes import OtherNodes
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "rich":
             raise
@@ -69,8 +72,14 @@ def main(words: Sequence[str] | None = None) -> int:
         out.say("\ntop shows one job: python -m fastcoll top JOB" if jobs else no_job(given.name))
         return 1
     view = None
-    with suppress(KeyboardInterrupt), Watch(jobs[0]) as watch, top_screen.opened(given.once) as screen:
-        for view in views(watch, given.interval, screen.wait):
+    with (
+        suppress(KeyboardInterrupt), Watch(jobs[0]) as watch, OtherNodes(jobs[0]) as others,
+        top_screen.opened(given.once) as screen,
+    ):  # fmt: skip
+        for own in views(watch, given.interval, screen.wait):
+            view = others.add_to(own)
+            if given.once and others.are_late(view):
+                continue
             screen.show(view)
             if given.once:
                 break
@@ -79,7 +88,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def views(watch: Watch, interval: float, wait: Callable[[float], bool]) -> Iterator[View]:
+def views(watch: Watch, interval: float, wait: Callable[[float], bool | None]) -> Iterator[View]:
     """Yield a view each `interval` seconds, until the job has ended or `wait` returns True."""
     before = watch.read()
     while True:

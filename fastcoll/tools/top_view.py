@@ -62,6 +62,7 @@ class Column(NamedTuple):
 
 COLUMNS = (
     Column("rank", lambda row: str(row.rank), of_rank=True),
+    Column("host", lambda row: row.host or None, wide=True, right=False, of_rank=True),
     Column("pid", lambda row: str(row.pid), wide=True, of_rank=True),
     Column("state", lambda row: row.state or None, wide=True, right=False, of_rank=True),
     Column("cores", lambda row: None if row.cores is None else f"{row.cores:.2f}", wide=True, of_rank=True),

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from programs import python, until
+from programs import last_table, python, until
 from rich.console import Console
 
 import fastcoll as dist
@@ -280,7 +280,7 @@ def test_a_view_fits_into_a_terminal(width):
         )
         text = "\n".join(shown)
         names = [column.name for column in COLUMNS if width >= 120 or not column.wide]
-        (head,) = (line for line in shown if line.startswith("rank group") or line.startswith("rank pid"))
+        (head,) = (line for line in shown if line.startswith("rank group") or line.startswith("rank host"))
         assert head.split() == names
         for part in (
             "rank 1 is stopped",
@@ -298,7 +298,7 @@ def test_a_view_fits_into_a_terminal(width):
 
 def test_wide_views_have_the_arguments_of_calls_and_all_have_the_number():
     assert cells(ROWS[0], True) == [
-        "0", "100", "running", "0.98", "WORLD", "in all_reduce(float32, 1024 elements, op=SUM)", "123456", "9876",
+        "0", "-", "100", "running", "0.98", "WORLD", "in all_reduce(float32, 1024 elements, op=SUM)", "123456", "9876",
         "~3.1 MiB", "80%", "1", "180 MiB", "16 MiB",
     ]  # fmt: skip
     assert cells(ROWS[1], False) == [
@@ -464,17 +464,10 @@ def job(tmp_path):
             launcher.communicate()
 
 
-def table(text: str) -> list[dict[str, str]]:
-    """Parse the last view in a pipe."""
-    found = [line.split("\t") for line in text.splitlines() if "\t" in line]
-    start = max(n for n, row in enumerate(found) if row[0] == "rank")
-    return [dict(zip(found[start], row, strict=True)) for row in found[start + 1 :]]
-
-
 def test_once_and_until_the_job_has_ended_in_a_pipe(job):
     done = python("-m", "fastcoll", "top", "--once", job.pid)
     assert (done.returncode, done.stderr) == (0, "")
-    rows = table(done.stdout)
+    rows = last_table(done.stdout)
     assert [row["rank"] for row in rows] == ["0", "1"]
     for row in rows:
         assert row["group"] == "WORLD"
@@ -491,7 +484,7 @@ def test_once_and_until_the_job_has_ended_in_a_pipe(job):
     last = rest.splitlines()[-1]
     assert last.startswith("the job has ended: ")
     assert f"rank 1 (pid {rows[1]['pid']}) ended " in last
-    assert [row["state"] for row in table(rest) if row["rank"] == "1"] == ["ended"]
+    assert [row["state"] for row in last_table(rest) if row["rank"] == "1"] == ["ended"]
 
 
 @pytest.mark.parametrize("end", [b"q", signal.SIGINT, signal.SIGTERM], ids=["q", "Ctrl-C", "SIGTERM"])
