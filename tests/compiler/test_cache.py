@@ -504,7 +504,7 @@ def test_another_process_that_compiles_for_ever_is_not_waited_for(monkeypatch, t
     path = tmp_path / "lock"
     with path.open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        assert cache._acquire(str(path)) is None
+        assert cache.acquire(str(path)) is None
 
 
 def test_a_compilation_that_fails_can_be_tried_again(own_folder):
