@@ -271,7 +271,9 @@ class TableStore(Store):
         return int(self._do(Op.ADD, [key], [f"{whole('amount', amount):d}"])[0])
 
     def check(self, keys: Sequence[str]) -> bool:
-        return all(self._do(Op.CHECK, part)[0] == b"1" for part in _parts(keys))
+        keys = checked_keys(keys)
+        parts = (keys[i : i + MAX_KEYS_PER_REQUEST] for i in range(0, len(keys), MAX_KEYS_PER_REQUEST))
+        return all(self._do(Op.CHECK, part)[0] == b"1" for part in parts)
 
     def wait(self, keys: Sequence[str], timeout: Timeout = None) -> None:
         self._fields(Op.WAIT, keys, timeout)
@@ -396,12 +398,6 @@ def check_process(store: Store, pid: int) -> None:
             f"this {name} belongs to process {pid} and came here by a fork; open a {name} of its own in process "
             f"{os.getpid()}, or start processes with the spawn method"
         )
-
-
-def _parts(keys: Sequence[str]) -> list[list[str]]:
-    """Split keys into lists that fit into one request."""
-    keys = checked_keys(keys)
-    return [keys[i : i + MAX_KEYS_PER_REQUEST] for i in range(0, len(keys), MAX_KEYS_PER_REQUEST)]
 
 
 def _key(key: str) -> bytes:
