@@ -11,6 +11,11 @@ from contextlib import ExitStack
 from typing import Any
 
 LIMIT = 240.0  # s, which only ends a hang
+# A program that prints the name of a segment that it has made, and then is killed.
+DIES_WITH_A_SEGMENT = (
+    "import os; from fastcoll.shm import segment as s; from fastcoll.shm.layout import plan; n = s.new_name(); "
+    "s.Segment.create(n, plan(2, 1 << 17)); print(n, flush=True); os.kill(os.getpid(), 9)"
+)
 
 
 def python(

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 from faults.crew import nothing_left
-from programs import python, python_ranks
+from programs import DIES_WITH_A_SEGMENT, python, python_ranks
 
 import fastcoll as dist
 from fastcoll import config
@@ -738,12 +738,8 @@ def test_children_of_multiprocessing_leave_when_they_end(tmp_path: Path) -> None
 
 
 def test_a_start_that_fails_unlinks_the_segment_of_a_rank_that_died_in_it() -> None:
-    """This rank had not come to the segment's meeting, which would unlink it as well."""
-    dies = (
-        "import os; from fastcoll.shm import segment as s; from fastcoll.shm.layout import plan; n = s.new_name(); "
-        "s.Segment.create(n, plan(2, 1 << 17)); print(n, flush=True); os.kill(os.getpid(), 9)"
-    )
-    left = Path("/dev/shm", python("-c", dies).stdout.strip())
+    """This rank fails before the meeting for the segment, in which ranks unlink it as well."""
+    left = Path("/dev/shm", python("-c", DIES_WITH_A_SEGMENT).stdout.strip())
     assert left.is_file()
     with pytest.raises(StoreTimeoutError):
         dist.init_process_group(

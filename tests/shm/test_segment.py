@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import DIES_WITH_A_SEGMENT
 
 from fastcoll.errors import ResourceError
 from fastcoll.shm import segment as shared
@@ -109,11 +110,9 @@ def test_a_segment_other_than_the_announced_one_is_rejected(name: str) -> None:
 def test_sweep_removes_only_names_of_dead_makers(name: str) -> None:
     """A killed process counts as dead before its parent has reaped it."""
     Segment.create(name, LAYOUT).close()
-    program = (
-        "import os; from fastcoll.shm import segment as s; from fastcoll.shm.layout import plan; n = s.new_name(); "
-        "s.Segment.create(n, plan(2, 1 << 17)); print(n, flush=True); os.kill(os.getpid(), 9)"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as dying:
+    with subprocess.Popen(
+        [sys.executable, "-c", DIES_WITH_A_SEGMENT], stdout=subprocess.PIPE, text=True
+    ) as dying:
         assert dying.stdout
         dead = dying.stdout.read().strip()  # until the pipe closes, when the process ends
         os.waitid(os.P_PID, dying.pid, os.WEXITED | os.WNOWAIT)
