@@ -34,6 +34,10 @@ BUDGET = 50_000_000  # ns that a kernel may wait before Python checks signals, d
 # its peer from running: 4 ranks on 2 cores take 3.4 us if they yield at once and 25 us if they yield after 1000 polls.
 _DEDICATED = (2000, 200)
 _OVERSUBSCRIBED = (0, 1000)
+# A rank that sleeps returns 0.1 ms after its peer has come. A caller with a core of its own has nothing else to do, so
+# it first yields for about 1 ms, which covers the usual lags of ranks that compute. On the progress thread that would
+# take the core from its owner's computation.
+_CALLER_YIELDS = 3000
 
 _BRIEF_BUDGET = 100_000  # ns that a run of an entry with the tag BRIEF may work
 
@@ -101,7 +105,9 @@ class ShmContext:
         spins, yields = backoff(layout.size, cores)
         words[at.BACKOFF + waiting.SPINS], words[at.BACKOFF + waiting.YIELDS] = spins, yields
         words[at.BACKOFF + waiting.BUDGET] = BUDGET
-        words[at.FULL_WAIT : at.FULL_WAIT + at.WAIT_WORDS] = spins, yields, BUDGET
+        words[at.PENDING_WAIT : at.PENDING_WAIT + at.WAIT_WORDS] = spins, yields, BUDGET
+        full = _CALLER_YIELDS if layout.size <= cores else yields
+        words[at.FULL_WAIT : at.FULL_WAIT + at.WAIT_WORDS] = spins, full, BUDGET
         self.wait_briefly(spins, waiting.NEVER)
         words[at.ARENA] = address_of(_NO_ARENA)
         self._alive: list[Any] = []

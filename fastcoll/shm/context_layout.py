@@ -43,10 +43,10 @@ EXPOSED_BYTES = 35
 RING = 36  # address of the ring of the group's record (kernels/recording.py); 0: none
 COMBINED = 37  # address of the combined lines; 0: all ranks read all lines
 # How long a call waits before its entry returns, as SPINS, YIELDS and BUDGET of kernels/waiting.py; then the same for
-# a run of the entry with the tag BRIEF (rounds.py).
-FULL_WAIT, BRIEF_WAIT, WAIT_WORDS = 38, 41, 3
-ALLOCATED = 44  # 1: the memory of this rank's slots is allocated
-BACKOFF = 45  # the table of kernels/waiting.py
+# a run of the entry with the tag BRIEF (rounds.py), and for calls while operations are PENDING.
+FULL_WAIT, BRIEF_WAIT, PENDING_WAIT, WAIT_WORDS = 38, 41, 44, 3
+ALLOCATED = 47  # 1: the memory of this rank's slots is allocated
+BACKOFF = 48  # the table of kernels/waiting.py
 # Behind them: the table of autotune.py, the memo of call specs (validate.py), nine tables with one word for each rank.
 CHOOSING = BACKOFF + BACKOFF_WORDS
 MEMO = CHOOSING + table_words(2 * len(OPERATIONS))  # every operation twice: the second time for shared arrays

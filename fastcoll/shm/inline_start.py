@@ -174,7 +174,7 @@ class InlineStart:
     def begin_at_once(self) -> None:
         """See ProcessGroup."""
         if self._share < 2:
-            spins, yields, _ = self._context.words[words.FULL_WAIT :][: words.WAIT_WORDS]
+            spins, yields, _ = self._context.words[words.PENDING_WAIT :][: words.WAIT_WORDS]
             budget = _DEDICATED if self._share else _OVERSUBSCRIBED
             self._context.wait_briefly(int(spins), int(yields), budget)
             self._longest = sys.maxsize

@@ -171,7 +171,8 @@ def take(handle):
             return 0
         if not swap_if_equal(c + 8 * at.BUSY, 0, this_thread()):
             return 0
-    limits = c + 8 * (at.BRIEF_WAIT if handle & BRIEF else at.FULL_WAIT)
+    full = at.FULL_WAIT if load_word(c, at.PENDING) == 0 else at.PENDING_WAIT
+    limits = c + 8 * (at.BRIEF_WAIT if handle & BRIEF else full)
     store_word(c, at.BACKOFF + SPINS, load_word(limits, 0))
     store_word(c, at.BACKOFF + YIELDS, load_word(limits, 1))
     store_word(c, at.BACKOFF + BUDGET, load_word(limits, 2))
