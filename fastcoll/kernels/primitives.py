@@ -3,9 +3,17 @@
 These read and write private and shared words, call functions by address, and read the processor's clock. This file also
 has the compiled versions of functions on sizes in core/signature.py and core/partition.py.
 
-Kernels take addresses only, so one compiled kernel works for every dtype. LLVM hoists plain loads out of spin loops, so
-a word that another process writes is read with `load_acquire`, and a word that publishes data is written with
-`store_release`. Addresses must be multiples of 8.
+Kernels take addresses only, so one compiled kernel works for every dtype. Addresses must be multiples of 8.
+
+A word that another thread or process writes is read with `load_acquire`, and a word that publishes data is written with
+`store_release`: LLVM hoists plain loads out of spin loops, and Arm processors reorder plain accesses. On x86 both are
+plain moves. They do not order everything:
+
+- On every processor, a load may run before an earlier store. If each of two threads stores a word of its own and then
+  loads the other's, both may miss the other's store. One of them sees it if each uses `swap_if_equal` and then
+  `load_after_swap`, or a store and then `full_fence`.
+- On Arm, plain loads may run after a later `load_acquire`. A reader that checks at the end whether the data which it
+  has read were still valid calls `order_loads` before the check.
 """
 
 from __future__ import annotations
@@ -85,8 +93,26 @@ def swap_if_equal(builder, address, expected, value):
 
     On success, this thread sees all writes that were done before the replaced value was written.
     """
-    found = builder.cmpxchg(pointer(builder, address), expected, value, "acq_rel", "monotonic")
+    found = builder.cmpxchg(pointer(builder, address), expected, value, "seq_cst", "monotonic")
     return builder.extract_value(found, 1)
+
+
+@instruction("int64")
+def load_after_swap(builder, address):
+    """Return the word at `address`, as `load_acquire` does, but not before this thread's earlier `swap_if_equal`."""
+    return builder.load_atomic(pointer(builder, address), "seq_cst", 8)
+
+
+@instruction("void")
+def order_loads(builder):
+    """Let all earlier loads of this thread come before all its later loads and stores; no instruction on x86."""
+    builder.fence("acquire")
+
+
+@instruction("void")
+def full_fence(builder):
+    """Let all earlier loads and stores of this thread come before all its later ones."""
+    builder.fence("seq_cst")
 
 
 _pthread_self = external("pthread_self", "int64()")
@@ -105,20 +131,30 @@ IS_X86 = os.uname().machine == "x86_64"
 
 @instruction("void")
 def pause(builder):
-    """Tell the core that this is a spin loop (x86 `pause`, Arm `yield`)."""
+    """Wait some 10 ns in a spin loop: x86 `pause`, Arm `isb`, because most Arm cores do nothing for `yield`."""
     if IS_X86:
         builder.call(llvm.function(builder, "llvm.x86.sse2.pause", llvm.VOID), [])
     else:
-        builder.asm(llvm.ir.FunctionType(llvm.VOID, []), "yield", "", [], side_effect=True)
+        barrier = llvm.function(builder, "llvm.aarch64.isb", llvm.VOID, llvm.HALF_WORD)
+        builder.call(barrier, [llvm.HALF_WORD(15)])
 
 
 @instruction("int64")
 def ticks(builder):
-    """Return the processor's clock in an unknown unit; takes about 10 ns.
+    """Return the processor's clock in an unknown unit, at most some nanoseconds; takes about 10 ns.
 
-    Only for comparing durations on one machine.
+    Only for comparing durations on one machine. On Arm this is the virtual counter, converted to nanoseconds; it counts
+    at 24 MHz to 1 GHz. Programs may not read Arm's cycle counter, which LLVM's `readcyclecounter` reads.
     """
-    return builder.call(llvm.function(builder, "llvm.readcyclecounter", llvm.WORD), [])
+    if IS_X86:
+        return builder.call(llvm.function(builder, "llvm.readcyclecounter", llvm.WORD), [])
+    name = "llvm.read_volatile_register.i64"  # no inline assembly, for which Numba sets up no parser
+    read = llvm.function(builder, name, llvm.WORD, llvm.ir.MetaDataType())
+    count, a_second = (
+        builder.call(read, [builder.module.add_metadata([register])])
+        for register in ("CNTVCT_EL0", "CNTFRQ_EL0")
+    )
+    return builder.mul(count, builder.udiv(llvm.WORD(1_000_000_000), a_second))
 
 
 @instruction("void")
