@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from shm.explorer import SHARED, Explorer, load
@@ -140,6 +141,7 @@ class World:
             return number, r.RESUMED
         if code == AGAIN and self.quitter >= 0 and self.must_fail(rank):
             m.store_release(self.section(rank) + self.made.layout.STATE, FAILED)
+            m.full_fence()  # as `publish` of kernels/shared_words.py
             return number, ENDING
         if code == UNALLOCATED:
             m.store(CONTEXT + 8 * words.ALLOCATED, 1)
@@ -187,7 +189,20 @@ class World:
         for which, count in ((IN, call.words_of(rank)), (OUT, self.outputs(call))):
             for word in range(count):
                 m.store_release(self.array(rank, which) + 8 * word, -1)
+        m.store_release(self.failed_in(rank), at[0] + 1)
         return None
+
+    def failed_in(self, rank: int) -> int:
+        """Address of the number of the call in which a rank has failed, 0 if it has not."""
+        return self.arrays + (rank << 16) + (1 << 12)
+
+    def check_end(self, look: Callable[[int], Any]) -> None:
+        """Check that no rank has written into an array that its owner changed after a failure."""
+        for rank in range(self.size) if self.quitter >= 0 else ():
+            if number := look(self.failed_in(rank)):
+                count = self.outputs(self.calls[number - 1])
+                found = [look(self.array(rank, OUT) + 8 * word) for word in range(count)]
+                assert found == [-1] * count, f"a failed call gave rank {rank} {found} after its end"
 
     def word(self, call: Call, rank: int) -> int:
         kind = {"blocks_differ": "all_gather"}.get(call.kind, call.kind)
@@ -251,6 +266,6 @@ class World:
         self.machine.store_words(self.array(rank, IN), [0] * call.words_of(rank))
 
 
-def explore(size: int, calls: str, again: bool = False, **how: Any) -> int:
+def explore(size: int, calls: str, again: bool = False, weak: int = 0, **how: Any) -> int:
     """Visit every schedule of some calls; return the number of states."""
-    return Explorer(World(size, calls, **how), size, again).explore()
+    return Explorer(World(size, calls, **how), size, again, weak).explore()

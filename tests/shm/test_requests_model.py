@@ -217,8 +217,8 @@ class World:
         return True
 
 
-def explore(*threads: str, plant: str = "") -> int:
-    return Explorer(World(*threads, plant=plant), len(threads)).explore()
+def explore(*threads: str, plant: str = "", weak: int = 0) -> int:
+    return Explorer(World(*threads, plant=plant), len(threads), weak=weak).explore()
 
 
 PROGRAMS = {

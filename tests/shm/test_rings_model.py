@@ -223,8 +223,8 @@ class World:
         return self.answer(e._replace(owed=tuple(rest)), number, kind)
 
 
-def explore(*programs: str, **how: Any) -> int:
-    return Explorer(World(*programs, **how), 2).explore()
+def explore(*programs: str, weak: int = 0, **how: Any) -> int:
+    return Explorer(World(*programs, **how), 2, weak=weak).explore()
 
 
 PROGRAMS = {
