@@ -21,6 +21,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import logging
+import mmap
 import os
 import sys
 import threading
@@ -319,8 +320,9 @@ def _platform() -> bytes:
 
     To get the versions, the files `_version.py` of Numba and llvmlite are read; neither is imported.
     """
-    # Debug builds and builds without the GIL have other objects, and musl has other structures than glibc.
-    layout = (sys.abiflags, object.__basicsize__, tuple.__basicsize__)
+    # Debug builds and builds without the GIL have other objects, and musl has other structures than glibc. The
+    # allocator's code has the size of a page.
+    layout = (sys.abiflags, object.__basicsize__, tuple.__basicsize__, mmap.PAGESIZE)
     system = getattr(sys.implementation, "_multiarch", "")
     parts = [sys.implementation.cache_tag, hex(sys.hexversion), *layout, system]
     parts += [os.environ.get(f"NUMBA_{what}", "") for what in _SETTINGS]

@@ -4,7 +4,8 @@
     void *realloc(table, block, nbytes)   void free(table, block, nbytes)
 
 Blocks of SMALLEST bytes and more come from an arena in shared memory. All others, and those for which the arena has no
-room, come from the functions that NumPy used before (BEFORE). Sizes are counted in pages of PAGE bytes. A block is
+room, come from the functions that NumPy used before (BEFORE). Sizes are counted in pages of PAGE bytes, those of the
+system: memory goes back to the file system in whole pages of the system. A block is
 USED, DIRTY (free, with old data), CLEAN (free, all zeros), or a HOLE (free, without memory behind its pages; touching
 them would allocate it). The table of pages has a word for each page; the words of a block's first and last page are the
 block's number of pages * KINDS + kind. Adjacent free blocks become one if both are holes or neither is. Free blocks are
@@ -27,6 +28,7 @@ the child allocates and frees nothing in the arena.
 from __future__ import annotations
 
 import functools
+import mmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,9 +47,9 @@ from .primitives import (
 )
 from .waiting import yield_core
 
-PAGE = 4096
-SMALLEST = 64 << 10
-_LEAST = SMALLEST // PAGE  # pages of the smallest block
+PAGE = mmap.PAGESIZE  # 4 KiB on x86; 4, 16 or 64 KiB on Arm
+_LEAST = 16  # pages of the smallest block
+SMALLEST = _LEAST * PAGE
 # A call of posix_fallocate is for at least this many pages of a hole (or for all, if it has fewer), because a call for
 # more pages takes less time per page: 5 us for 16 pages, and 120 us for 1024.
 _STEP = (4 << 20) // PAGE

@@ -22,6 +22,7 @@ import inspect
 import itertools
 import json
 import logging
+import mmap
 import os
 import struct
 import threading
@@ -47,7 +48,7 @@ from .record import Record, parse, read
 __all__ = ["GroupRecorder", "Record", "read"]
 
 _log = logging.getLogger("fastcoll")
-_PAGE = 4096
+_PAGE = mmap.PAGESIZE
 _SIGNATURE = struct.Struct("=3q")  # NUMBER, CALL, SHAPE
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
 _MOST_CLOSED = 64  # closed groups whose blocks, of 72 KiB and more, stay in the file for metrics/
@@ -60,7 +61,7 @@ class _File:
 
     def __init__(self) -> None:
         self.fd = -1
-        self.end = r.BLOCKS
+        self.end = -(-r.BLOCKS // _PAGE) * _PAGE
         self.groups: set[int] = set()  # the rows of the table of groups that are not closed
         self._closed: deque[tuple[int, object]] = (
             deque()
@@ -74,7 +75,7 @@ class _File:
         """
         try:
             self.fd = aside(os.memfd_create(r.NAME, os.MFD_CLOEXEC))
-            os.ftruncate(self.fd, r.BLOCKS)
+            os.ftruncate(self.fd, self.end)
         except OSError as error:
             _log.debug("there is no flight record: %s", error)
             return
