@@ -73,6 +73,7 @@ from ..core.work import Work
 from ..errors import NotInitializedError, UsageError
 from ..job.groups import Group, NonMember, group_rank, groups, member_of
 from ..kernels import c_entries as d
+from ..kernels import shared_words
 from ..kernels.primitives import address_of
 from ..p2p import handles
 from ..p2p.pipe import ANY
@@ -211,12 +212,22 @@ class _Descriptor:
         ranks, native_calls = np.array(group.ranks, np.int64), group.backend.native_calls
         self.memory = ranks, native_calls and native_calls.memory
         if native_calls is not None:
-            self.words[d.CONTEXT], self.words[d.MAILBOX] = native_calls.context, native_calls.mailbox
+            self._publish(d.CONTEXT, native_calls.context)
+            self._publish(d.MAILBOX, native_calls.mailbox)
         if group.ranks != tuple(range(group.size)):
             self.words[d.RANKS] = address_of(ranks)
-        self.words[d.RANK], self.words[d.SIZE] = group.rank, group.size
+        self.words[d.RANK] = group.rank
+        self._publish(d.SIZE, group.size)
         self.group = weakref.ref(group, self._ended)
         group.at_the_end.append(partial(self._ended, self.group))
+
+    def _publish(self, word: int, value: int) -> None:
+        """Write a word that compiled callers read without the GIL; they then see what it refers to."""
+        shared_words.publish.call(self.address + 8 * word, value)
+
+    def open(self, op: int, native_call: int) -> None:
+        """Let compiled callers make an operation by its native call; the caller holds `_lock`."""
+        self._publish(d.NATIVE_CALLS + op, native_call)
 
     def _ended(self, group: Callable[[], ProcessGroup | None]) -> None:
         if self.group is group:
@@ -513,7 +524,7 @@ def _open(
     native_call = group.backend.native_calls.open(words.op, words.call, dtype, op)  # may compile it
     with _lock:
         if _descriptors[number].group() is group:
-            _descriptors[number].words[d.NATIVE_CALLS + words.op] = native_call
+            _descriptors[number].open(words.op, native_call)
 
 
 # ---- requests ---------------------------------------------------------------------------------------------

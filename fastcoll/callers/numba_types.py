@@ -355,11 +355,11 @@ def descriptor_of(typing_context, given):
 
 @intrinsic
 def word(typing_context, address, index):
-    """Return a word of the table at an address."""
+    """Return a word of the table at an address, with acquire: Python may write the table at the same time."""
 
     def emit(context, builder, made, args):
         slot = builder.add(args[0], builder.mul(args[1], WORD(8)))
-        return builder.load(builder.inttoptr(slot, WORD.as_pointer()))
+        return builder.load_atomic(builder.inttoptr(slot, WORD.as_pointer()), "acquire", 8)
 
     return types.int64(types.int64, types.int64), emit
 

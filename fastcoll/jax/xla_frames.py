@@ -33,6 +33,7 @@ from ..errors import (
 )
 from ..kernels import call_frames as f
 from ..kernels.c_entries import RECV, SEND
+from ..kernels.shared_words import publish_in
 from ..p2p.pipe import ANY
 from . import own_groups
 from .sites import Array, Site, own_tag, site_of
@@ -134,7 +135,7 @@ def _write_line(number: int, group: ProcessGroup, site: Site, dtypes: tuple[Any,
     line[f.FORM] = form
     # If another thread closes the group now, it either finds this callback, or has set `closed` before the check below.
     group.at_the_end.append(partial(line.__setitem__, f.DESCRIPTOR, 0))
-    line[f.DESCRIPTOR] = group_descriptor(group)  # last, because it makes the line valid
+    publish_in(line, f.DESCRIPTOR, group_descriptor(group))  # last, because it makes the line valid
     if group.gate.closed:
         line[f.DESCRIPTOR] = 0
 

@@ -26,7 +26,8 @@ A native call returns a status (core/status.py). A native call that has a result
 receive, returns -1 - result on success. After every status except DONE, Python executes or completes the operation.
 
 Threads write descriptors with the GIL, and compiled callers read them without it. Invariant: every value of a word is
-harmless in combination with every earlier or later value of the other words.
+harmless in combination with every earlier or later value of the other words. Python publishes the words that refer to
+something else (kernels/shared_words.py), and compiled callers acquire them.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def c_entry(descriptor, op, data, out, nbytes, call, peer):
     code = LATER
     native_call, handle = (
         load_acquire(descriptor + 8 * (NATIVE_CALLS + op)),
-        load_word(descriptor, MAILBOX if op >= SEND else CONTEXT),
+        load_acquire(descriptor + 8 * (MAILBOX if op >= SEND else CONTEXT)),
     )
     if native_call != 0 and handle != 0:
         thread = _leave() if _has_gil() else 0

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ..core.status import LATER
 from ..errors import GroupError
+from ..kernels import shared_words
 from ..kernels.primitives import address_of, cells_of
 from .transfers import Held, Send, Transfer
 
@@ -415,7 +416,7 @@ class WordPipe(Pipe):
         self.cells[peer * self._width + index] = value
 
     def let_go(self) -> None:
-        self.words[self._at.BUSY] = 0
+        shared_words.publish.call(self.address + 8 * self._at.BUSY, 0)
 
     def is_mine(self) -> bool:
         return bool(self.words[self._at.BUSY] == threading.get_ident())

@@ -14,8 +14,10 @@ the memfd in /proc/PID/fd, and can read it even if the process is stopped or its
 The writer does not wait for readers, so a reader must prove that the data it has read are consistent. A block is valid
 if the table's row and the block's first word have the same serial number after the block was read. A text is valid if
 its checksum matches. Call n is in row n % RING of the ring. The writer first writes the group's count of calls, n, then
-the other words of the row, then the row's NUMBER. So a row is valid for call n if its NUMBER is n, and if the count of
-calls, read after the row, is less than n + RING: call n + RING is the first that overwrites the row.
+the other words of the row, then the row's NUMBER. So a row is valid for call n if its NUMBER, read before the row, is
+n, and if the count of calls, read after the row, is less than n + RING: call n + RING is the first that overwrites the
+row. Each of the three is read by its own pread. A pread copies words in any order, but it ends with an atomic operation
+on the page's reference count, which is a full barrier.
 """
 
 from __future__ import annotations
@@ -368,6 +370,7 @@ def _members(
 
 
 def _group(read: Read, offset: int, nbytes: int, epoch: int, last: int) -> GroupRecord:
+    ring = _words(read(8 * RING * ENTRY_WORDS, offset + RING_AT))
     data = read(nbytes, offset)
     block, after = _words(data), _words(read(RING_AT, offset))
 
@@ -396,7 +399,7 @@ def _group(read: Read, offset: int, nbytes: int, epoch: int, last: int) -> Group
 
     calls, finished = word(CALLS_AT), word(FINISHED_AT)
     oldest = max(1, word(CALLS_AT, after) - RING + 1, calls - last + 1)
-    entries = _calls(data, block, range(oldest, calls + 1), finished, time)
+    entries = _calls(data, block, ring, range(oldest, calls + 1), finished, time)
     under_way = entries[-1] if entries and entries[-1].number == calls else None
     if under_way is None and calls > finished:
         under_way = CallRecord(calls, 0, 0, "under way", 0, 0)
@@ -425,9 +428,18 @@ def _group(read: Read, offset: int, nbytes: int, epoch: int, last: int) -> Group
 
 
 def _calls(
-    data: bytes, block: NDArray[np.int64], numbers: range, finished: int, time: Callable[[int], int]
+    data: bytes,
+    block: NDArray[np.int64],
+    earlier: NDArray[np.int64],
+    numbers: range,
+    finished: int,
+    time: Callable[[int], int],
 ) -> list[CallRecord]:
-    """Return the calls of `numbers` that are in the ring; the last one may be under way."""
+    """Return the calls of `numbers` that are in the ring; the last one may be under way.
+
+    Args:
+        earlier: the ring as it was before the block was read.
+    """
     # A row that still has an older call has another NUMBER. No row has a newer call, because the caller computed the
     # start of `numbers` from a count of calls that was read after the rows, and so has left out all calls whose rows
     # the writer may have overwritten.
@@ -436,9 +448,9 @@ def _calls(
     sites = [data[at : at + SITE_BYTES].rstrip(b"\0").decode(errors="replace") for at in places]
     found = []
     for number in numbers:
-        row = block[row_of(number) : row_of(number) + ENTRY_WORDS].tolist()
-        if row[NUMBER] != number:
+        if earlier[row_of(number) - RING_AT // 8] != number:
             continue
+        row = block[row_of(number) : row_of(number) + ENTRY_WORDS].tolist()
         ended = row[ENDED] & 7
         state = "under way" if number == numbers[-1] > finished and ended == 0 else ENDS[ended]
         site = _site(row[SITE], number, sites)

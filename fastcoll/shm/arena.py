@@ -37,6 +37,7 @@ from ..arrays.numpy_memory import default_handler
 from ..errors import ResourceError
 from ..failpoints import reach
 from ..kernels import allocator as a
+from ..kernels import shared_words
 from ..kernels.primitives import address_of
 from ..system.forks import at_fork
 from ..system.mapping import aside, map_memory, unmap_memory
@@ -125,7 +126,8 @@ def create() -> None:
         count = limit // a.PAGE + 1
         _state[a.PAGES] = map_memory(8 * count, private=True)
         a.begin(_state, _words(int(_state[a.PAGES]), count))
-        _state[a.BASE] = base  # stored last: a reader that sees BASE sees all other words
+        # Published last: a reader that acquires BASE sees all other words.
+        shared_words.publish.call(STATE_ADDRESS + 8 * a.BASE, base)
         reach("shm.arena.after_create")
 
 

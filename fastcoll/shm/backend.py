@@ -25,7 +25,7 @@ from ..core.operations import KINDS, NO_ARRAY
 from ..core.status import LATER
 from ..core.travel import add_lost
 from ..errors import GroupError, MismatchError
-from ..kernels import waiting
+from ..kernels import shared_words, waiting
 from ..p2p.engine import Engine
 from ..p2p.pipe import Pipe
 from ..record.recorder import GroupRecorder
@@ -257,7 +257,8 @@ _COLLECTIVES = (
 _ENTRIES: dict[str, Entry] = {entry.name: entry for entry in _COLLECTIVES} | {"exscan": reductions.scan}
 
 ENTRIES: tuple[Entry, ...] = (
-    waiting.seize, open_calls.take_over, open_calls.watch, tuning_table.read_clock, reductions.barrier, *_COLLECTIVES,
+    waiting.seize, shared_words.publish, shared_words.read,
+    open_calls.take_over, open_calls.watch, tuning_table.read_clock, reductions.barrier, *_COLLECTIVES,
     ring_kernels.send, ring_kernels.receive, requests.post_send, requests.post_receive, requests.wait, requests.test,
     requests.attend, ring_kernels.begin, ring_kernels.accept, ring_kernels.acknowledge, ring_kernels.advance,
     ring_kernels.claim, ring_kernels.retire,

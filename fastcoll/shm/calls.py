@@ -32,7 +32,7 @@ from ..system.processes import Member, dead_among
 from . import arena, movement, rounds
 from . import context_layout as words
 from .context import CallReport, CallSpec, ShmContext, changed, pinned
-from .layout import PUSHING
+from .layout import PUSHING, REACH
 from .monitor import ShmMonitor
 from .reach import unreadable
 from .segment import Segment
@@ -237,7 +237,8 @@ class Calls:
 
     def _living_writers(self) -> list[Member]:
         members = self.monitor.members
-        writers = [members[peer] for peer in range(self.gate.size) if self._segment.reach(peer)[PUSHING]]
+        pushing = REACH + 8 * PUSHING
+        writers = [members[peer] for peer in range(self.gate.size) if self._segment.acquire(peer, pushing)]
         dead = dead_among(writers)
         return [member for member in writers if member not in dead]
 

@@ -17,7 +17,7 @@ from ..core.gate import Gate
 from ..core.operands import Array
 from ..core.operations import OPERATIONS
 from ..errors import AbortedError, MismatchError
-from ..kernels import waiting
+from ..kernels import shared_words, waiting
 from ..kernels.allocator import TABLE_WORDS
 from ..kernels.primitives import address_of
 from . import arena, autotune, layout
@@ -161,7 +161,7 @@ class ShmContext:
     def let_go(self) -> None:
         """Release the context, if a call of this thread owns it."""
         if self.is_mine():
-            self.words[at.BUSY] = 0
+            shared_words.publish.call(self.address + 8 * at.BUSY, 0)
 
     def remember(self, operation: int, dtype: np.dtype[Any], op: Any, spec: CallSpec) -> None:
         """Add a spec to the memo, where entries find it, unless the memo is full; `op` None: the call moves data.
@@ -182,8 +182,8 @@ class ShmContext:
                 start = at.MEMO + at.MEMO_WORDS * memo_slot.py_func(*key, probe)
                 entry = self.words[start : start + at.MEMO_WORDS]
                 if entry[3] == 0:
-                    entry[3] = spec.address
-                    entry[1], entry[2], entry[0] = key[1], key[2], key[0]
+                    entry[1], entry[2], entry[3] = key[1], key[2], spec.address
+                    shared_words.publish.call(self.address + 8 * start, key[0])
                     return
 
 

@@ -326,7 +326,7 @@ class InlineStart:
         """Fail the open call, if any, and let the watcher end; the group is closed."""
         if take_over.call(self._c) == DONE:
             work, self._open = self._open, None
-            self._busy[0] = 0
+            self._context.let_go()
             if work is not None:
                 destroyed = AbortedError(f"{work.describe}: the group {self._gate.name} was destroyed")
                 work.complete(error=self._gate.failure or destroyed)

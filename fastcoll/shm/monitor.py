@@ -26,8 +26,7 @@ class ShmMonitor(Monitor):
         self._segment, self._here = segment, rank
 
     def _states(self) -> list[int]:
-        words = self._segment.words[self._segment.word(0, STATE) :: self._segment.layout.stride // 8]
-        return [int(word) for word in words[: len(self.members)]]
+        return [self._segment.acquire(rank, STATE) for rank in range(len(self.members))]
 
     def _dead(self, working: Sequence[Member]) -> list[Member]:
         return dead_among(working)
@@ -48,6 +47,5 @@ class ShmMonitor(Monitor):
         ranks = self.failure.ranks[:_MOST_RANKS] if self.failure is not None else ()
         data = f"{' '.join([how, *map(str, ranks)])}\n{reason}".encode()[:REASON_BYTES]
         self._segment.write(self._here, REASON, data)
-        word = self._segment.word(self._here, STATE)
-        self._segment.words[word + 1] = len(data)
-        self._segment.words[word] = state
+        self._segment.words[self._segment.word(self._here, STATE) + 1] = len(data)
+        self._segment.publish(self._here, STATE, state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from ..core.status import DONE, LATER
 from ..errors import AbortedError, GroupError
 from ..kernels import waiting
 from ..kernels.primitives import address_of
+from ..kernels.shared_words import publish_in, read
 from ..p2p import handles
 from ..p2p.pipe import Ack, Begun, Header, Posted, WordPipe
 from ..p2p.transfers import Send, Transfer
@@ -92,7 +93,7 @@ class RingPipe(WordPipe):
         """
         layout = self._segment.layout
         self._segment.allocate(layout.ring_of(self._rank, peer)[1], layout.ring)
-        self.rows[peer, words.OUT_READY] = 1
+        publish_in(self.rows.reshape(-1), peer * words.CHANNEL_WORDS + words.OUT_READY, 1)
 
     # ---- peers -----------------------------------------------------------------------------------
 
@@ -157,27 +158,35 @@ class RingPipe(WordPipe):
 
     def take_posted(self, ended: bool) -> list[Posted]:
         table = self.table[words.REQUESTS :]
-        records = table[words.RECORDS :].reshape(-1, words.RECORD_WORDS)
         found = [
-            (index, record)
-            for index, record in enumerate(records.tolist())
-            if record[words.NUMBER] > 0 and record[words.STATE] < words.ENDED + ended
+            (index, record) for index, record in self._records() if record[words.STATE] < words.ENDED + ended
         ]
         taken = self._claim(found)
         table[words.PENDING] = table[words.TIMED] = 0
         return [self._posted(record) for record in taken]
 
     def take_ended(self) -> list[Transfer]:
-        table = self.table[words.REQUESTS :]
-        records = table[words.RECORDS :].reshape(-1, words.RECORD_WORDS)
         found = [
             (index, record)
-            for index, record in enumerate(records.tolist())
-            if record[words.NUMBER] > 0
-            and record[words.STATE] == words.ENDED
-            and record[words.OWNER] & words.IS_WORK
+            for index, record in self._records()
+            if record[words.STATE] == words.ENDED and record[words.OWNER] & words.IS_WORK
         ]
         return [_work_of(record[words.OWNER]) for record in self._claim(found)]
+
+    def _records(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield each record in use, with its index.
+
+        Other threads may change it meanwhile. NUMBER and STATE are acquired first, so the other words belong to this
+        request and are complete, unless a thread has collected it; `_claim` finds that.
+        """
+        first = words.REQUESTS + words.RECORDS
+        for index in range(words.RECORDS_AT_MOST):
+            at = first + index * words.RECORD_WORDS
+            number, state = (
+                read.call(self.address + 8 * (at + word)) for word in (words.NUMBER, words.STATE)
+            )
+            if number > 0:
+                yield index, [number, state, *self.words[at + words.STATE + 1 : at + words.RECORD_WORDS]]
 
     def _claim(self, found: list[tuple[int, list[int]]]) -> list[list[int]]:
         """Take these records, each with its index, from the mailbox; return those that were taken, in order.

@@ -23,7 +23,7 @@ from ..core.monitor import Monitor
 from ..errors import AbortedError
 from ..system.processes import Member, in_sight
 from .autotune import DIRECT
-from .layout import ALGORITHMS
+from .layout import ALGORITHMS, REACH
 from .segment import Segment
 
 _log = logging.getLogger("fastcoll")
@@ -71,11 +71,11 @@ class Reach:
                 how &= ~READS
             if not in_sight(member) or not descriptors_are_open(member.pid):
                 how &= ~MAPS
-        self._segment.reach(self._rank)[1] = how
+        self._segment.publish(self._rank, REACH + 8, how)
 
     def unsure(self) -> list[int]:
         """Return the ranks that have not published their result yet."""
-        return [rank for rank in range(len(self._members)) if not self._segment.reach(rank)[1]]
+        return [rank for rank in range(len(self._members)) if not self._segment.acquire(rank, REACH + 8)]
 
     def of_all(self) -> int:
         """Return the bits of READS and MAPS that all ranks have published. Called when `unsure` returns no rank."""

@@ -166,7 +166,7 @@ def is_peer(m, rank):
 @inlined
 def is_ready(m, rank):
     """Whether the memory of the ring to a rank is allocated."""
-    return load_word(channel_of(m, rank), r.OUT_READY) != 0
+    return load_acquire(channel_of(m, rank) + 8 * r.OUT_READY) != 0
 
 
 @locked_entry

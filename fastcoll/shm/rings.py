@@ -40,7 +40,7 @@ from ..core.monitor import FAILED, LEFT
 from ..failpoints import number_of
 from ..kernels.copy import copy_from, copy_or_stream, prefetch, prefetch_to_write
 from ..kernels.failing import reached
-from ..kernels.primitives import load_acquire, load_word, store_release, store_word
+from ..kernels.primitives import load_acquire, load_word, order_loads, store_release, store_word
 from ..kernels.waiting import BACKOFF_WORDS, POLLING_WORDS
 from .autotune import DIRECT, PAST, table_words
 from .layout import LINE, RING_HEADER
@@ -312,6 +312,7 @@ def _read(m, channel):
         reached(_PIECE_READ)
         if did + moved < nbytes:
             return True
+    order_loads()
     state = load_acquire(load_word(channel, IN_STATE))
     if state in (FAILED, LEFT):
         return False

@@ -25,11 +25,11 @@ import numpy as np
 import posix_ipc
 
 from ..errors import ResourceError
+from ..kernels import shared_words
 from ..system.processes import ProcessId, has_ended, session, status_of
 from .layout import (
     ATTACHED,
     MAGIC,
-    PAGE,
     REACH,
     REACH_WORDS,
     Layout,
@@ -135,7 +135,7 @@ class Segment:
             parts = self.layout.always_there(rank)
         if allocates_later():
             for start, nbytes in parts:
-                self._mapping.madvise(_MADV_POPULATE_WRITE, start, nbytes)
+                self._populate(start, nbytes)
 
     def allocate(self, start: int, nbytes: int) -> None:
         """Allocate memory before the first write to it. Any thread may call this; if the segment is closed, do nothing.
@@ -143,20 +143,31 @@ class Segment:
         Raises:
             ResourceError: /dev/shm is full.
         """
-        first = start // PAGE * PAGE
         try:
             if allocates_later() and not self._closed:
-                self._mapping.madvise(_MADV_POPULATE_WRITE, first, start + nbytes - first)
+                self._populate(start, nbytes)
         except OSError as error:  # EFAULT: the write would have ended in SIGBUS
             raise ResourceError(shortage(nbytes, self.layout.cure)) from error
 
+    def _populate(self, start: int, nbytes: int) -> None:
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE  # the processor's pages may be larger than layout.PAGE
+        self._mapping.madvise(_MADV_POPULATE_WRITE, first, start + nbytes - first)
+
     def publish_attached(self, rank: int) -> None:
         """Publish that this rank has mapped the segment."""
-        self.words[self.word(rank, ATTACHED)] = self.nonce
+        self.publish(rank, ATTACHED, self.nonce)
 
     def missing(self) -> list[int]:
         """Return the ranks that have not mapped the segment yet."""
-        return [r for r in range(self.layout.size) if self.words[self.word(r, ATTACHED)] != self.nonce]
+        return [r for r in range(self.layout.size) if self.acquire(r, ATTACHED) != self.nonce]
+
+    def publish(self, rank: int, offset: int, value: int) -> None:
+        """Write a word of a rank's section; a reader that acquires the word sees all earlier writes of this rank."""
+        shared_words.publish_in(self.words, self.word(rank, offset), value)
+
+    def acquire(self, rank: int, offset: int) -> int:
+        """Read a word of a rank's section; all writes that its writer made before it are then visible."""
+        return shared_words.read_in(self.words, self.word(rank, offset))
 
     def read(self, rank: int, offset: int, nbytes: int) -> bytes:
         """Return bytes of a rank's section."""

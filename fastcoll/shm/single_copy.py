@@ -22,8 +22,9 @@ Invariants:
 - No rank writes into an array after the owner's failed call has returned. A rank that stores a result into peers'
   arrays sets PUSHING (layout.py), then checks for FAILED, then writes a piece, then clears PUSHING. The owner publishes
   FAILED, then waits until no peer has PUSHING set. Each side first stores its own word and then loads the other's, with
-  a full barrier between (on x86 a locked instruction), so at least one of them sees the other's store. If a writer's
-  process was stopped while it wrote a piece, the owner withdraws its array from the arena (arena.py, `withdraw`).
+  a full barrier between: `swap_if_equal` and `load_after_swap` here, `publish` (kernels/shared_words.py) in the owner.
+  So at least one of them sees the other's store. If a writer's process was stopped while it wrote a piece, the owner
+  withdraws its array from the arena (arena.py, `withdraw`).
 
 Ranks copy at most PIECE bytes at a time and check in between whether they must return to Python (`time_is_up`).
 `tests/shm/test_single_copy_model.py` explores the schedules of this protocol.
@@ -43,7 +44,9 @@ from ..kernels.failing import reached
 from ..kernels.primitives import (
     call_reducer,
     load_acquire,
+    load_after_swap,
     load_word,
+    order_loads,
     start_of,
     store_release,
     store_word,
@@ -68,7 +71,7 @@ _LINE_OF_ELEMENTS = 64  # slices begin at multiples of 64 elements, so that rank
 def _arena_of(c, address, nbytes):
     """Return the base of this process's arena if these bytes are in it and peers may read them there, else 0."""
     arena = load_word(c, at.ARENA)
-    base = load_word(arena, BASE)
+    base = load_acquire(arena + 8 * BASE)
     return (
         base
         if base != 0
@@ -158,8 +161,13 @@ def _read(c, peer, dst, src, nbytes):
 
 @inlined
 def _check_sound(c, peer):
-    """Return DONE if a peer has not failed the group, so that the data read from its array is valid; else AGAIN."""
-    if load_acquire(r.section(c, peer) + layout.STATE) != FAILED:
+    """Return DONE if a peer has not failed the group, so that the data read from its array is valid; else AGAIN.
+
+    The order of accesses: this rank's loads of the data, and its store of PUSHING, are before the load of STATE; the
+    owner's store of STATE is before its caller's writes to the array.
+    """
+    order_loads()
+    if load_after_swap(r.section(c, peer) + layout.STATE) != FAILED:
         return DONE
     store_word(c, at.LATE, peer)
     return AGAIN

@@ -22,7 +22,8 @@ Python calls (*entries*) look up the addresses of a call's arrays in it.
                 is the same on all ranks, and STRIDE from one rank's array to the next rank's
 
 Rows may change while entries of other threads read them, but the row of an array that is in use does not change. So
-Python stores START last and clears it first, and a reader checks START before and after it reads the other words.
+Python publishes START last and clears it first, and a reader checks START before and after it reads the other words,
+all of them with acquire.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ from ..kernels.primitives import (
     weigh,
 )
 from ..kernels.pyobjects import Index, integer
+from ..kernels.shared_words import publish_in
 from . import context_layout as at
 from . import rounds as r
 from . import segment as shared
@@ -77,7 +79,7 @@ Exchange = Callable[[str], list[str]]
 @kernel
 def find_row(c, address, nbytes):
     """Return the address of the row of the array that contains these bytes; 0: no symmetric array contains them."""
-    table = load_word(c, at.SYMMETRIC)
+    table = load_acquire(c + 8 * at.SYMMETRIC)
     for k in range(load_acquire(table)):
         row = table + 8 * (1 + ROW_WORDS * k)
         start = load_acquire(row)
@@ -99,7 +101,7 @@ class SymmetricTable:
         """Add an array until `owner` is garbage-collected."""
         if self._words is None:
             self._words = np.zeros(1 + ROW_WORDS * MOST_ROWS, np.int64)
-            self._context[at.SYMMETRIC] = address_of(self._words)
+            publish_in(self._context, at.SYMMETRIC, address_of(self._words))
         words = self._words
         if self._free:
             first = self._free.pop()
@@ -107,11 +109,12 @@ class SymmetricTable:
             assert words[0] < MOST_ROWS
             first = 1 + ROW_WORDS * int(words[0])
             words[0] += 1
-        words[first + 1 : first + ROW_WORDS] = nbytes, identity, stride
-        words[first] = start
+        words[first + ID], words[first + STRIDE] = identity, stride
+        publish_in(words, first + NBYTES, nbytes)
+        publish_in(words, first, start)
 
         def take_out() -> None:
-            words[first] = 0
+            publish_in(words, first, 0)
             self._free.append(first)
 
         weakref.finalize(owner, take_out).atexit = False

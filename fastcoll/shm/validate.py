@@ -7,14 +7,15 @@ every other call to Python (LATER). Python imports or rejects the arrays, and ca
 handle; the entry then validates nothing.
 
 The memo is an open hash table that only grows. Python writes the words of a slot of this table while kernels may read
-them. Each word changes once, from 0 to its value, so an incomplete slot does not match.
+them without the GIL. Each word changes once, from 0 to its value, and the first word is published last. So an
+incomplete slot does not match.
 """
 
 from __future__ import annotations
 
 from ..compiler.jit import inlined, kernel
 from ..kernels import pyobjects as py
-from ..kernels.primitives import half_word_at, load_word, store_word, word_at
+from ..kernels.primitives import half_word_at, load_acquire, load_word, store_word, word_at
 from . import context_layout as at
 from . import rounds as r
 
@@ -37,7 +38,7 @@ def _find_spec(c, operation, dtype, op):
     """Return the address of a call's spec; 0: the memo does not have it."""
     for probe in range(MEMO_PROBES):
         entry = c + 8 * (at.MEMO + at.MEMO_WORDS * memo_slot(dtype, op, operation, probe))
-        if load_word(entry, 0) == dtype and load_word(entry, 1) == op and load_word(entry, 2) == operation:
+        if load_acquire(entry) == dtype and load_word(entry, 1) == op and load_word(entry, 2) == operation:
             return load_word(entry, 3)
     return 0
 

@@ -26,7 +26,6 @@ in pinned host memory.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable
 from functools import cache
@@ -37,6 +36,7 @@ from numba import types
 
 from ...compiler.elements import WORD
 from ...core.signature import UNEVEN
+from .. import shared_words
 from . import page as at
 from .kernel import SIMULATED, Kernel, cuda, device, instruction
 
@@ -50,12 +50,12 @@ _NAP_NANOSECONDS = 100
 """Sleep between two polls of a word in the GPU's own memory."""
 
 if SIMULATED:
-    # Python reads and writes 8 bytes at once, and x86 keeps the order of stores.
+
     def load_acquire(address):
-        return ctypes.c_int64.from_address(int(address)).value
+        return shared_words.read.call(int(address))
 
     def store_release(address, value):
-        ctypes.c_int64.from_address(int(address)).value = int(value)
+        shared_words.publish.call(int(address), int(value))
 
     load_relaxed, store_relaxed = load_acquire, store_release
 

@@ -33,7 +33,7 @@ from ...compiler.jit import inlined, kernel
 from ...failpoints import number_of
 from ...kernels.copy import copy, move
 from ...kernels.failing import reached, reached_by
-from ...kernels.primitives import load_word, store_word
+from ...kernels.primitives import load_acquire, load_word, store_word
 from ...kernels.sockets import VECTOR_BYTES, receive_some, send_both, send_some
 from ...kernels.waiting import BACKOFF_WORDS
 from ...p2p.pipe import GO, TAKEN
@@ -82,7 +82,7 @@ _PIECE_SENT, _PIECE_READ = number_of("tcp.message.piece_sent"), number_of("tcp.m
 _BEFORE_ACK = number_of("tcp.message.before_ack")
 
 # ---- words of a row; there is one row for each peer --------------------------------------------------------
-FD = 0  # -1: there is no connection yet
+FD = 0  # -1: there is no connection yet; any thread may publish it, after the addresses of the row's buffers
 # OUT_GONE not 0: this rank can no longer send; IN_GONE not 0: it can no longer receive. The value is an error of
 # kernels/sockets.py, or GARBLED.
 OUT_GONE, IN_GONE = 1, 2
@@ -129,6 +129,12 @@ ROW_WORDS = 48
 # REST_ARRIVING: its bytes are arriving; ANSWERING: the message is complete, and its ack must be sent. Only for an armed
 # receive: ARMED_ARRIVING: the message's bytes are arriving.
 IDLE, ARRIVING, AWAITING_REST, REST_ARRIVING, ANSWERING, ARMED_ARRIVING = range(6)
+
+
+@inlined
+def fd_of(row):
+    """Return the descriptor of the connection, or -1."""
+    return load_acquire(row + 8 * FD)
 
 
 @inlined
@@ -206,7 +212,7 @@ def push(row):
     """
     if load_word(row, OUT_GONE) != 0 or (load_word(row, ACK_LEFT) > 0 and not _flush(row)):
         return False
-    fd, position, staged = load_word(row, FD), load_word(row, OUT_POSITION), load_word(row, OUT_STAGED)
+    fd, position, staged = fd_of(row), load_word(row, OUT_POSITION), load_word(row, OUT_STAGED)
     source, end = load_word(row, OUT_FROM) + max(position, staged) - FRAME, load_word(row, OUT_END)
     most = min(end - max(position, staged), IO_BYTES)
     if position >= staged:
@@ -253,7 +259,7 @@ def send_ack(row, number, decision, nbytes, kind):
 @kernel
 def _flush(row):
     left = load_word(row, ACK_LEFT)
-    moved = send_some(load_word(row, FD), load_word(row, ACK_FRAME) + FRAME - left, left)
+    moved = send_some(fd_of(row), load_word(row, ACK_FRAME) + FRAME - left, left)
     if moved < 0:
         store_word(row, OUT_GONE, moved)
         moved = left
@@ -278,7 +284,7 @@ def _fill(row):
     """
     if has_frame(row):
         return True
-    fd = load_word(row, FD)
+    fd = fd_of(row)
     if load_word(row, IN_GONE) != 0 or fd < 0:
         return False
     buffer, used = load_word(row, IN_BUFFER), load_word(row, IN_USED)
@@ -355,7 +361,7 @@ def pull(row):
     # `accept_payload` has consumed the buffer, so it is free for bytes that are discarded.
     kept = load_word(row, IN_TO) != 0
     target, most = load_word(row, IN_TO if kept else IN_BUFFER), IO_BYTES if kept else BUFFER
-    moved = receive_some(load_word(row, FD), target, min(load_word(row, IN_LEFT), most))
+    moved = receive_some(fd_of(row), target, min(load_word(row, IN_LEFT), most))
     if moved < 0:
         store_word(row, IN_GONE, moved)
         return False

@@ -171,7 +171,7 @@ def send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Index) ->
     if not seize_unless(m + 8 * f.BUSY, m + 8 * f.BEHIND):
         return LATER
     row = row_of(m, peer)
-    if load_word(row, f.FD) < 0:
+    if f.fd_of(row) < 0:
         return _let_go(m, LATER)
     if load_word(m, f.DEFERRED) != peer + 1 and not _send_deferred(m):
         return _let_go(m, LATER)
@@ -218,7 +218,7 @@ def _send(m, row, peer, data, nbytes, kind):
                     return DONE if frame == TAKEN else REFUSED
                 continue
         wishes, gone = (WRITABLE, f.OUT_GONE) if entering else (READABLE, f.IN_GONE)
-        if not idle(m, load_word(row, f.FD), wishes, load_word(row, gone), attempts):
+        if not idle(m, f.fd_of(row), wishes, load_word(row, gone), attempts):
             return AGAIN
         attempts += 1
     return WORKED
@@ -316,7 +316,7 @@ def _receive(m, row, peer, data, nbytes, kind):
             attempts = 0
             io_calls += 1
             continue
-        if not idle(m, load_word(row, f.FD), events, load_word(row, f.IN_GONE), attempts):
+        if not idle(m, f.fd_of(row), events, load_word(row, f.IN_GONE), attempts):
             return AGAIN
         attempts += 1
     return WORKED
@@ -336,7 +336,7 @@ def post_send(mail: Index, dst: Index, tensor: PyObject, size: Index, word: Inde
     if nbytes > f.STAGED or not swap_if_equal(m + 8 * f.BUSY, 0, this_thread()):
         return -LATER
     row = row_of(m, integer(dst))
-    if load_word(row, f.FD) < 0 or f.is_entering(row) or not _send_deferred(m):
+    if f.fd_of(row) < 0 or f.is_entering(row) or not _send_deferred(m):
         return _let_go(m, -LATER)
     f.begin_message(row, word_at(object_at(tensor) + DATA), nbytes, integer(word), nbytes, False)
     f.push(row)

@@ -142,13 +142,13 @@ def _list(m, peer, count, watch_all):
     Returns the new number of pollfds in the list.
     """
     row = row_of(m, peer)
-    if load_word(row, f.FD) < 0:
+    if f.fd_of(row) < 0:
         return count
     reads = load_word(row, f.IN_STAGE) != f.IDLE or _wants_frame(row, watch_all)
     reads &= load_word(row, f.IN_GONE) == 0
     wishes = (READABLE if reads else 0) | (WRITABLE if _wants_space(row) else 0)
     if wishes:
-        _pollfd(m, count, load_word(row, f.FD), wishes)
+        _pollfd(m, count, f.fd_of(row), wishes)
         store_word(load_word(m, f.OWNERS), count, peer)
         count += 1
     return count

@@ -20,6 +20,7 @@ from ...core.status import DONE, NEEDS_FLUSHER
 from ...errors import AbortedError, GroupError, PeerDiedError
 from ...kernels import waiting
 from ...kernels.primitives import address_of
+from ...kernels.shared_words import publish_in
 from ...kernels.sockets import CLOSED
 from ...p2p.pipe import Ack, Begun, Header, WordPipe
 from ...p2p.transfers import Send
@@ -93,7 +94,7 @@ class TcpPipe(WordPipe):
             ):
                 buffer = self._buffers[peer, word] = np.zeros(nbytes // 8, np.int64)
                 self.rows[peer, word] = address_of(buffer)
-            self.rows[peer, f.FD] = connection.fileno()
+            publish_in(self.rows.reshape(-1), peer * f.ROW_WORDS + f.FD, connection.fileno())
         self.ring_bell()
 
     def check(self, peer: int | None) -> None:
