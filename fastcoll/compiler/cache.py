@@ -197,7 +197,7 @@ class KernelCache:
         """The folders that may hold the code."""
         if not self._is_ours:
             return cache_files.places_by_path(self.source)
-        return _places_of_set(self.source)
+        return places_of_set(self.source)
 
     @cached_property
     def _stamp(self) -> bytes:
@@ -230,7 +230,7 @@ class KernelCache:
         try:
             folder = cache_files.writable(self.places, self.source)
         except ResourceError as error:
-            self._warn(str(error))
+            warn_unkept(str(error))
             return load(undisturbed(partial(self._compiled, compile, "")))
         lock = acquire(f"{folder}/{self._name}.lock")
         return undisturbed(partial(self._load_under_lock, compile, folder, lock))
@@ -246,17 +246,11 @@ class KernelCache:
                 return load(found)
             code = self._compiled(compile, self._hint)
             address = load(code)
-            self._keep(folder, code)
+            keep(folder, f"{self._name}.code", self._stamp + digest(code) + code, self._is_ours)
             return address
         finally:
             if lock is not None:
                 os.close(lock)
-
-    def _warn(self, reason: str) -> None:
-        """Log, once per process, that code is not written."""
-        if not KernelCache.unkept:
-            KernelCache.unkept = reason
-            _log.warning("%s; until then each process compiles what it needs", reason)
 
     def _compiled(self, compile: Callable[[], bytes], hint: str) -> bytes:
         with ProgressLog(self._what, hint):
@@ -278,19 +272,31 @@ class KernelCache:
                 return code
         return None
 
-    def _keep(self, folder: str, code: bytes) -> None:
-        """Write the file, if that is possible."""
-        # A module that was imported after an edit would be in the set of the old sources.
-        if self._is_ours and _hash_sources() != SOURCES:
-            self._warn("compiled kernels are not kept, since fastcoll's files have changed; start again")
-            return
-        try:
-            cache_files.write(folder, f"{self._name}.code", self._stamp + digest(code) + code)
-        except OSError as error:
-            self._warn(f"compiled kernels cannot be kept in {folder} ({error.strerror}); {cache_files.CURE}")
+
+def keep(folder: str, name: str, content: bytes, is_ours: bool) -> None:
+    """Write a file with code, if that is possible.
+
+    Args:
+        is_ours: whether the code is that of a function of this package.
+    """
+    # A module that was imported after an edit would be in the set of the old sources.
+    if is_ours and _hash_sources() != SOURCES:
+        warn_unkept("compiled kernels are not kept, since fastcoll's files have changed; start again")
+        return
+    try:
+        cache_files.write(folder, name, content)
+    except OSError as error:
+        warn_unkept(f"compiled kernels cannot be kept in {folder} ({error.strerror}); {cache_files.CURE}")
 
 
-def _places_of_set(source: str) -> Places:
+def warn_unkept(reason: str) -> None:
+    """Log, once per process, that code is not written."""
+    if not KernelCache.unkept:
+        KernelCache.unkept = reason
+        _log.warning("%s; until then each process compiles what it needs", reason)
+
+
+def places_of_set(source: str) -> Places:
     """Return the places of the set for these sources and this platform; `source` is a file of the package."""
     return cache_files.places_by_content(
         digest((SOURCES or "").encode(), _platform()).hex(), source, _PACKAGE
@@ -300,13 +306,13 @@ def _places_of_set(source: str) -> Places:
 def copy_for_others() -> None:
     """Copy what this user has compiled into the package, for other users of this installation."""
     if SOURCES is not None:
-        cache_files.copy_for_others(_places_of_set(__file__), __file__)
+        cache_files.copy_for_others(places_of_set(__file__), __file__)
 
 
 def codes_of_set() -> dict[str, bytes]:
     """Return the code in the set, by the functions' names in packs (shipped.py)."""
     codes = {}
-    for folder in filter(os.path.isdir, _places_of_set(__file__).read):
+    for folder in filter(os.path.isdir, places_of_set(__file__).read):
         for name in os.listdir(folder):
             content = cache_files.read(folder, name, __file__) if name.endswith(".code") else None
             if content is not None and content[16:32] == digest(content[32:]):

@@ -231,7 +231,7 @@ def import_array(x: Any, *, writable: bool, what: str) -> OnDevice:
     strided = Strided(array.address, shape, strides, itemsize)
     memory = runtime().allocate(array.nbytes, array.device, array.stream)
     with runtime().on(array.device):
-        pack(memory.ptr, strided, array.stream)
+        pack(memory.ptr, strided, array.stream, and_back=writable)
     # The caller's array must stay alive, because the kernel that reads it may not have run yet.
     owner = (memory, array.owner)
     packed = DeviceArray(memory.ptr, array.dtype, array.shape, array.device, array.stream, owner)

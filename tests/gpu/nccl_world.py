@@ -144,7 +144,9 @@ def kernels(gpu: FakeRuntime) -> Iterator[None]:
     reducing = SimpleNamespace(MOST_SOURCES=MOST_SOURCES, cuda_reducer=partial(_Reducer, gpu))
     moving = SimpleNamespace(
         Strided=lambda *layout: layout,
-        pack=lambda dense, x, stream, back=False: gpu.queue("pack", stream, lambda: _pack(dense, x, back)),
+        pack=lambda dense, x, stream, back=False, and_back=False: gpu.queue(
+            "pack", stream, lambda: _pack(dense, x, back)
+        ),
         scale=lambda *x: gpu.queue("scale", x[-1], lambda: _scale(*x[:-1])),
     )
     # Not mock.patch.dict: at its end it removes every module imported meanwhile. Numba's cannot be imported twice, and

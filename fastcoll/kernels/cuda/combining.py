@@ -15,7 +15,8 @@ which have no lanes, `records_kernel` makes the complete kernel.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -180,14 +181,10 @@ def records_kernel(function: Callable[[Any, Any], Any], dtype: np.dtype[Any]) ->
     those in memory are not, because numba-cuda compiles only aligned fields. (Numba's simulator does not align local
     arrays.)
     """
-    aligned = np.dtype([(name, field[0]) for name, field in (dtype.fields or {}).items()], align=True)
-    record, size = from_dtype(aligned), dtype.itemsize
+    private = aligned(dtype)
+    record, size = from_dtype(private), dtype.itemsize
     combine = device(plain_function(function))
-    bytes_of = [
-        (there[1] + i, here[1] + i)
-        for there, here in zip((dtype.fields or {}).values(), (aligned.fields or {}).values(), strict=True)
-        for i in range(there[0].itemsize)
-    ]
+    bytes_of = [*byte_pairs(dtype, private)]
     read, write = _copy(bytes_of, True), _copy(bytes_of, False)
     # Numba's arrays of records have the fields as attributes; make NumPy's have them too.
     named = (lambda array: array.view(np.recarray)) if SIMULATED else device(lambda array: array)
@@ -206,6 +203,34 @@ def records_kernel(function: Callable[[Any, Any], Any], dtype: np.dtype[Any]) ->
             index += cuda.gridsize(1)
 
     return reduce
+
+
+def aligned(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return a dtype with the same fields, each of them aligned, also those of records inside."""
+    if dtype.subdtype is not None:
+        return np.dtype((aligned(dtype.subdtype[0]), dtype.subdtype[1]))
+    if dtype.names is None:
+        return dtype
+    return np.dtype([(name, aligned(dtype[name])) for name in dtype.names], align=True)
+
+
+def byte_pairs(
+    one: np.dtype[Any], other: np.dtype[Any], at: int = 0, at_other: int = 0
+) -> Iterator[tuple[int, int]]:
+    """Yield the offsets of each byte in two dtypes with the same fields; bytes between fields are left out."""
+    if one.subdtype is not None and other.subdtype is not None:
+        parts = [(one.subdtype[0], other.subdtype[0])] * prod(one.shape)
+        places = [(k * a.itemsize, k * b.itemsize) for k, (a, b) in enumerate(parts)]
+    elif one.names is not None:
+        parts = [(one[name], other[name]) for name in one.names]
+        assert one.fields is not None
+        assert other.fields is not None
+        places = [(one.fields[name][1], other.fields[name][1]) for name in one.names]
+    else:
+        yield from ((at + i, at_other + i) for i in range(one.itemsize))
+        return
+    for (a, b), (here, there) in zip(parts, places, strict=True):
+        yield from byte_pairs(a, b, at + here, at_other + there)
 
 
 def _copy(bytes_of: list[tuple[int, int]], inwards: bool) -> Any:

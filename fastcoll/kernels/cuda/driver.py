@@ -1,13 +1,15 @@
 """CUDA's driver library: loads compiled code and launches it with little overhead.
 
-A kernel is loaded as a context-independent CUkernel (CUDA 12), so one handle works on every device of the process. A
-launched kernel runs in the calling thread's current context. numba-cuda's own launch is not used, because it inspects
-the types of all arguments each time.
+A kernel is loaded into the calling thread's current context, completely and at once. By default CUDA loads a kernel
+when it is launched for the first time, and may then wait for all work of the context: the host would be blocked inside
+CUDA behind kernels that wait for other ranks. numba-cuda's own launch is not used, because it inspects the types of all
+arguments each time.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -24,14 +26,22 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuDeviceGet": [_void, _int],
     "cuDeviceGetAttribute": [_void, _int, _int],
     "cuDeviceGetUuid_v2": [_void, _int],
+    "cuDeviceGetPCIBusId": [_void, _int, _int],
+    "cuCtxGetCurrent": [_void],
+    "cuCtxGetDevice": [_void],
     "cuGetErrorName": [_int, _void],
     "cuGetErrorString": [_int, _void],
     "cuLibraryLoadData": [_void, ctypes.c_char_p, _void, _void, _unsigned, _void, _void, _unsigned],
     "cuLibraryGetKernel": [_void, _void, ctypes.c_char_p],
+    "cuKernelGetFunction": [_void, _void],
     "cuLaunchKernel": [_void, *[_unsigned] * 7, _void, _void, _void],
 }
 _WAIT = "cuStreamWaitValue64_v2"  # some drivers lack it
 _WAIT_SIGNATURE = [_void, ctypes.c_uint64, ctypes.c_uint64, _unsigned]
+_FINISH_LOADING = "cuFuncLoad"  # CUDA 12.4; before, cuKernelGetFunction loads the kernel
+
+before_loading: list[Callable[[], None]] = []
+"""Functions that are called before a kernel is loaded, which may block the host behind all work of the GPU."""
 
 
 class CudaDriver:
@@ -68,6 +78,9 @@ class CudaDriver:
         self._wait = getattr(library, _WAIT, None)
         if self._wait is not None:
             self._wait.argtypes, self._wait.restype = _WAIT_SIGNATURE, _int
+        self._finish_loading = getattr(library, _FINISH_LOADING, None)
+        if self._finish_loading is not None:
+            self._finish_loading.argtypes, self._finish_loading.restype = [_void], _int
 
     def uuid(self, device: int) -> bytes:
         """Return the 16 bytes that identify a device, or a MIG instance of it, in all processes."""
@@ -75,6 +88,25 @@ class CudaDriver:
         status = self._library.cuDeviceGetUuid_v2(name, self._number("cuDeviceGet", device))
         self.check(status, "querying a GPU's name")
         return name.raw
+
+    def bus_id(self, device: int) -> bytes:
+        """Return the PCI bus ID of a device; instances of one GPU (MIG) have the same."""
+        name = ctypes.create_string_buffer(32)
+        status = self._library.cuDeviceGetPCIBusId(name, len(name), self._number("cuDeviceGet", device))
+        self.check(status, "querying a GPU's bus")
+        return name.value
+
+    def context(self) -> int:
+        """Return the handle of this thread's current context; 0 if there is none."""
+        found = ctypes.c_void_p()
+        if status := self._library.cuCtxGetCurrent(ctypes.byref(found)):
+            self.check(status, "querying the current context")
+        return found.value or 0
+
+    def capability(self) -> tuple[int, int]:
+        """Return the compute capability of the current context's device, as (major, minor)."""
+        device = self._number("cuCtxGetDevice")
+        return self._attribute(device, _MAJOR), self._attribute(device, _MINOR)
 
     def can_wait(self, device: int) -> bool:
         """Return whether a device of this process supports `wait_value`."""
@@ -92,18 +124,23 @@ class CudaDriver:
             self.check(status, "queueing a wait")
 
     def load(self, code: bytes, name: str) -> int:
-        """Load the kernel `name` from a cubin, or from PTX with a final zero.
+        """Load the kernel `name` from a cubin into this thread's current context.
 
         Returns:
-            its handle, valid until the process ends.
+            its handle in this context, valid until the process ends.
         """
-        loaded, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+        for wait in before_loading:
+            wait()
+        loaded, kernel, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         status = self._library.cuLibraryLoadData(ctypes.byref(loaded), code, None, None, 0, None, None, 0)
         self.check(status, "loading a kernel")
         status = self._library.cuLibraryGetKernel(ctypes.byref(kernel), loaded, name.encode())
         self.check(status, f"finding the kernel {name}")
-        assert kernel.value is not None
-        return kernel.value
+        self.check(self._library.cuKernelGetFunction(ctypes.byref(function), kernel), "loading a kernel")
+        if self._finish_loading is not None:
+            self.check(self._finish_loading(function), "loading a kernel")
+        assert function.value is not None
+        return function.value
 
     def check(self, status: int, doing: str) -> None:
         """Raise an error for a CUresult other than success."""

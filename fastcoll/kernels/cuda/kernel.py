@@ -5,15 +5,19 @@ from the package numba-cuda, because the CUDA target inside Numba is deprecated.
 simulator can be used without numba-cuda.
 
 A kernel's parameters are int64 words, followed by tuples of words; a launch passes all words one after the other.
+Kernels with a name are compiled once, and kept on disk for other processes (compiler/gpu_code.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import metadata
 from typing import Any
 
 import numba
@@ -21,6 +25,7 @@ import numpy as np
 from numba import types
 
 from ...compiler import compiling
+from ...compiler.gpu_code import kept
 from ...compiler.undisturbed import undisturbed
 from ...errors import UnavailableError
 from . import INSTALL
@@ -95,7 +100,9 @@ class CompilationError(UnavailableError):
 
 
 class _Simulated:
-    def __init__(self, function: Callable[..., None], words: int, tuples: Sequence[int]) -> None:
+    def __init__(
+        self, function: Callable[..., None], words: int, tuples: Sequence[int], name: str = ""
+    ) -> None:
         self._kernel = cuda.jit(function)
         self._words, self._tuples = words, tuples
 
@@ -108,6 +115,9 @@ class _Simulated:
         blocks = min(-(-items // THREADS), _BLOCKS)
         self._kernel[blocks, THREADS, stream](*args)
 
+    def load(self) -> None:
+        """Do nothing."""
+
 
 class _Frame(threading.local):
     """A thread's buffer for the words of a launch; the driver copies them before it returns."""
@@ -119,35 +129,74 @@ class _Frame(threading.local):
 
 
 class _Compiled:
-    def __init__(self, function: Callable[..., None], words: int, tuples: Sequence[int]) -> None:
+    def __init__(
+        self, function: Callable[..., None], words: int, tuples: Sequence[int], name: str = ""
+    ) -> None:
         self._driver = driver()
-        lowest, *others = self._driver.capabilities
+        self._function, self._words, self._tuples, self._name = function, words, tuples, name
+        self._loaded: dict[int, int] = {}  # the kernel's handle in each context
+        self._launch, self._frame = self._driver.launch_kernel, _Frame(words + sum(tuples))
+        self._most = self._driver.multiprocessors * (_RESIDENT // THREADS)
+        self.load()
+
+    def __call__(self, items: int, stream: int, *words: int) -> None:
+        kernel = self._loaded.get(self._driver.context()) or self.load()
+        frame = self._frame
+        frame.words[:] = words
+        blocks = min(-(-items // THREADS), self._most)
+        status = self._launch(kernel, blocks, 1, 1, THREADS, 1, 1, 0, stream, frame.pointers, None)
+        if status:
+            self._driver.check(status, "launching a kernel")
+
+    def load(self) -> int:
+        """Load the kernel into this thread's current context, if it is not there; return its handle.
+
+        The code is that for the context's device: the devices of a process may be of different kinds.
+        """
+        context = self._driver.context()
+        if context not in self._loaded:
+            capability = self._driver.capability()
+            if self._name:
+                code = kept(f"{self._name}, {capability}, {_versions()}", lambda: self._compile(capability))
+            else:
+                code = self._compile(capability)
+            entry, _, cubin = code.partition(b"\0")
+            self._loaded[context] = self._driver.load(cubin, entry.decode())
+        return self._loaded[context]
+
+    def _compile(self, capability: tuple[int, int]) -> bytes:
+        """Return the kernel's name in its cubin, a zero, and the cubin."""
         try:
-            ptx, name = undisturbed(lambda: compile_ptx(function, words, tuples, lowest))
+            ptx, entry = undisturbed(
+                lambda: compile_ptx(self._function, self._words, self._tuples, capability)
+            )
         except Exception as error:  # Numba raises errors of many kinds
             raise CompilationError(
                 f"numba-cuda cannot compile a kernel ({type(error).__name__}: {error}): {INSTALL}"
             ) from error
-        # For devices of different capabilities, the driver compiles the PTX; a driver may be too old for this PTX. So
-        # for a single capability the code is assembled here.
-        code = ptx.encode() + b"\0" if others else assemble(ptx, lowest)
-        self._kernel = self._driver.load(code, name)
-        self._launch, self._frame = self._driver.launch_kernel, _Frame(words + sum(tuples))
-        self._most = self._driver.multiprocessors * (_RESIDENT // THREADS)
+        return entry.encode() + b"\0" + assemble(ptx, capability)
 
-    def __call__(self, items: int, stream: int, *words: int) -> None:
-        frame = self._frame
-        frame.words[:] = words
-        blocks = min(-(-items // THREADS), self._most)
-        status = self._launch(self._kernel, blocks, 1, 1, THREADS, 1, 1, 0, stream, frame.pointers, None)
-        if status:
-            self._driver.check(status, "launching a kernel")
+
+_COMPILERS = (
+    "numba-cuda", "cuda-bindings", "nvidia-nvvm", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink", "nvidia-nvjitlink-cu12"
+)  # fmt: skip
+
+
+@cache
+def _versions() -> str:
+    """Return the versions of the packages that turn a kernel into machine code."""
+    found = {}
+    for name in _COMPILERS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return str(found)
 
 
 Kernel: Any = _Simulated if SIMULATED else _Compiled
-"""Kernel(function, words, tuples) compiles a function that takes `words` words, and then a tuple of each length in
-`tuples`. Calling the result with (items, stream, *words) launches a thread per item, at most as many as a device
-holds."""
+"""Kernel(function, words, tuples, name) compiles a function that takes `words` words, and then a tuple of each length
+in `tuples`. If it has a name, which must say everything that the code depends on beside this package, the code is kept
+on disk. Calling the result with (items, stream, *words) launches a thread per item, at most as many as a device holds.
+`load()` loads it into the current context in advance."""
 
 
 def compile_ptx(

@@ -27,12 +27,13 @@ class Strided(NamedTuple):
     itemsize: int
 
 
-def pack(dense: int, x: Strided, stream: int, back: bool = False) -> None:
+def pack(dense: int, x: Strided, stream: int, back: bool = False, and_back: bool = False) -> None:
     """Copy a strided array to contiguous memory at `dense`, in C order; does not wait.
 
     Args:
         stream: a stream of the current device.
         back: copy in the other direction; the array's elements must not overlap.
+        and_back: load the kernel for the other direction, too, so that nothing is loaded when that is queued.
     """
     nbytes = x.itemsize * prod(x.shape)
     if nbytes == 0:
@@ -43,6 +44,8 @@ def pack(dense: int, x: Strided, stream: int, back: bool = False) -> None:
     word = gcd(VECTOR, extents[-1], dense, x.address, *steps[:-1])
     extents, steps = coalesced((*extents[:-1], extents[-1] // word), (*steps[:-1], word))
     kernel, items = _mover(word, len(extents), not back), nbytes // word
+    if and_back:
+        _mover(word, len(extents), back).load()
     kernel(items, stream, dense, x.address, items, *extents, *steps)
 
 
@@ -67,7 +70,8 @@ def coalesced(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, 
 
 @cache
 def _mover(word: int, dimensions: int, packing: bool) -> Any:
-    return Kernel(mover(word, dimensions, packing), 3, (dimensions, dimensions))
+    name = f"{'pack' if packing else 'unpack'} {word} {dimensions}"
+    return Kernel(mover(word, dimensions, packing), 3, (dimensions, dimensions), name)
 
 
 def mover(word: int, dimensions: int, packing: bool) -> Callable[..., None]:
@@ -121,7 +125,7 @@ def scale(dst: int, src: int, count: int, dtype: np.dtype[Any], factor: Any, str
 
 @cache
 def _scaler(dtype: np.dtype[Any]) -> Any:
-    return Kernel(scaler(dtype), 3, (element_of(dtype).lanes,))
+    return Kernel(scaler(dtype), 3, (element_of(dtype).lanes,), f"scale {dtype.str} {dtype}")
 
 
 def scaler(dtype: np.dtype[Any]) -> Callable[..., None]:

@@ -54,7 +54,7 @@ class CudaReducer:
         lane = dtype.itemsize if structured else size_of(element_of(dtype).lane)
         self._misaligned = 0 if structured else lane - 1
         self._per_pack = 0 if structured else VECTOR // dtype.itemsize
-        self._kernels: dict[int, Callable[..., None]] = {}
+        self._kernels: dict[int, Any] = {}
 
     def launch(self, dst: int, srcs: Sequence[int], count: int, stream: int = 0) -> None:
         """Reduce n arrays of `count` elements into `dst`; does not wait.
@@ -91,15 +91,19 @@ class CudaReducer:
         items = max(packs // unroll(len(srcs)), count - packs * self._per_pack, 1)
         kernel(items, stream, dst, head, packs, count, *srcs)
 
-    def prepare(self, n: int) -> Callable[..., None]:
-        """Return the kernel for n sources, compiled; raises the errors of `launch`."""
+    def prepare(self, n: int) -> Any:
+        """Return the kernel for n sources, loaded into the current context; raises the errors of `launch`."""
         if not 0 < n <= MOST_SOURCES:
             raise UsageError(f"a reduction on a GPU takes 1 to {MOST_SOURCES} arrays, got {n}")
         op = self._op
         with _compiling:
             if n not in self._kernels:
                 try:
-                    self._kernels[n] = Kernel(self.kernel(n), 4, (n,))
+                    # A function of the user is not known by its name.
+                    name = (
+                        f"reduce {op.name} {self._dtype.str} {self._dtype} {n}" if op.function is None else ""
+                    )
+                    self._kernels[n] = Kernel(self.kernel(n), 4, (n,), name)
                 except Exception as error:  # Numba raises errors of many kinds
                     failed = isinstance(error, CompilationError)
                     if op.function is None or (isinstance(error, UsageError) and not failed):
@@ -109,7 +113,9 @@ class CudaReducer:
                         f"{op!r}: Numba cannot compile the function {op.name!r} for CUDA and elements of dtype "
                         f"{self._dtype}; it must take two of them and return one. Numba says: {cause}"
                     ) from cause
-            return self._kernels[n]
+            kernel = self._kernels[n]
+        kernel.load()
+        return kernel
 
     def kernel(self, n: int) -> Callable[..., None]:
         """Return the kernel (see the module) for n sources, as a Python function."""

@@ -229,4 +229,4 @@ def compiled(kernel: Callable[..., None]) -> Any:
 
     For example `compiled(step)(1, stream, page, word)`.
     """
-    return Kernel(kernel, kernel.__code__.co_argcount, ())
+    return Kernel(kernel, kernel.__code__.co_argcount, (), kernel.__name__)

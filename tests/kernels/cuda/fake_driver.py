@@ -1,4 +1,4 @@
-"""A CUDA driver library that only records: two devices, one of them older and smaller."""
+"""A CUDA driver library that only records: two devices, one of them older and smaller, each with a context."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ class Library:
     def __init__(self, capabilities: Sequence[tuple[int, int]] = ((9, 0), (8, 6)), **statuses: int) -> None:
         self.launches: list[tuple[Any, ...]] = []
         self.loaded: list[bytes] = []
+        self.current = 0
+        """The number of the current device; the handle of its context is one more."""
         self._statuses = statuses
         attributes = {
             75: [c[0] for c in capabilities],
@@ -29,12 +31,16 @@ class Library:
         self.define(
             "cuDeviceGetUuid_v2", lambda out, i: setattr(out, "raw", bytes([i, 0, 7]).ljust(16, b"\1"))
         )
+        self.define("cuDeviceGetPCIBusId", lambda out, size, i: setattr(out, "value", b"0000:1b:00.%d" % i))
+        self.define("cuCtxGetCurrent", lambda out: self.set(out, self.current + 1))
+        self.define("cuCtxGetDevice", lambda out: self.set(out, self.current))
         self.define("cuGetErrorName", lambda status, out: self.set(out, f"CUDA_ERROR_{status}".encode()))
         self.define("cuGetErrorString", lambda status, out: self.set(out, b"what it means"))
         self.define(
             "cuLibraryLoadData", lambda out, code, *rest: (self.loaded.append(code), self.set(out, 7))
         )
         self.define("cuLibraryGetKernel", lambda out, library, name: self.set(out, 8))
+        self.define("cuKernelGetFunction", lambda out, kernel: self.set(out, 9 + self.current))
         self.define("cuLaunchKernel", self._launch)
 
     @staticmethod

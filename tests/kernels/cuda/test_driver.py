@@ -6,20 +6,27 @@ import pytest
 from kernels.cuda.fake_driver import Library
 
 from fastcoll.errors import FastcollError, UnavailableError, UsageError
+from fastcoll.kernels.cuda import driver
 from fastcoll.kernels.cuda.driver import CudaDriver
 
 
 def test_it_knows_its_devices() -> None:
-    driver = CudaDriver(Library())
-    assert driver.capabilities == [(8, 6), (9, 0)]
-    assert driver.multiprocessors == 132
-    assert driver.uuid(1) == b"\1\0\7" + b"\1" * 13, "also what comes after a zero"
+    found = CudaDriver(Library())
+    assert found.capabilities == [(8, 6), (9, 0)]
+    assert found.capability() == (9, 0)
+    assert found.multiprocessors == 132
+    assert found.bus_id(1) == b"0000:1b:00.1"
+    assert found.uuid(1) == b"\1\0\7" + b"\1" * 13, "also what comes after a zero"
 
 
-def test_code_is_loaded_as_it_is() -> None:
-    library = Library()
-    assert CudaDriver(library).load(b"cubin", "reduce") == 8
-    assert library.loaded == [b"cubin"]
+def test_code_is_loaded_as_it_is_and_completely(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, finished = Library(), []
+    library.define("cuFuncLoad", finished.append)
+    monkeypatch.setattr(driver, "before_loading", [lambda: library.loaded.append(b"waited")])
+    library.current = 1
+    assert CudaDriver(library).load(b"cubin", "reduce") == 10
+    assert library.loaded == [b"waited", b"cubin"]
+    assert [function.value for function in finished] == [10]
 
 
 @pytest.mark.parametrize("status", [201, 400])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -20,10 +21,11 @@ pytestmark = pytest.mark.usefixtures("compiler")
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Library], None]:
-    """Make kernels load and launch through a library that only records."""
+def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Library], None]:
+    """Make kernels load and launch through a library that only records; no code is on disk."""
     from fastcoll.kernels.cuda import kernel
 
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     return lambda library: monkeypatch.setattr(kernel, "driver", lambda: CudaDriver(library))
 
 
@@ -73,7 +75,13 @@ def test_complex_products_are_not_fused(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [[("value", "f8"), ("index", "i8")], [("index", "i4"), ("tag", "S3"), ("value", "f4")]], ids=str
+    "dtype",
+    [
+        [("value", "f8"), ("index", "i8")],
+        [("index", "i4"), ("tag", "S3"), ("value", "f4")],
+        [("tag", "i1"), ("value", "f8"), ("index", "i4"), ("inner", [("small", "i2"), ("large", "f8")])],
+    ],
+    ids=str,
 )
 def test_records_compile_also_unaligned_ones(dtype: Any) -> None:
     assert ".entry" in ptx(LARGER, dtype, 3)
@@ -138,11 +146,44 @@ def test_a_failing_compiler_raises_unavailable_error(
         reducer(LARGER, [("value", "f8")]).launch(16, [16, 32], 4)
 
 
-def test_devices_of_several_kinds_share_ptx(use: Callable[[Library], None]) -> None:
+def test_each_kind_of_device_has_code_of_its_own(use: Callable[[Library], None]) -> None:
     use(library := Library([HOPPER, (8, 6)]))
-    reducer(ReduceOp.SUM, "f4").launch(0x10000, [0x20000], 3)
-    assert b".target sm_86" in library.loaded[0]
-    assert library.loaded[0].endswith(b"\0")
+    copy = reducer(ReduceOp.SUM, "f4")
+    for device in (0, 1, 0):
+        library.current = device
+        copy.launch(0x10000, [0x20000], 3)
+    assert [code[:4] for code in library.loaded] == [b"\x7fELF"] * 2
+    assert library.loaded[0] != library.loaded[1]
+    assert [launched[0] for launched in library.launches] == [9, 10, 9]
+
+
+def test_other_processes_do_not_compile_again(
+    use: Callable[[Library], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastcoll.kernels.cuda import kernel
+
+    use(library := Library([HOPPER, HOPPER]))
+    reducer(ReduceOp.SUM, "f4").prepare(2)
+
+    def fail(*args: Any) -> Any:
+        raise AssertionError("it is compiled again")
+
+    monkeypatch.setattr(kernel, "compile_ptx", fail)
+    again = reducer(ReduceOp.SUM, "f4")
+    again.prepare(2)
+    assert library.loaded[0] == library.loaded[1]
+    for other, n in ((again, 3), (reducer(ReduceOp.MAX, "f4"), 2), (reducer(ReduceOp.SUM, "f8"), 2)):
+        with pytest.raises(UnavailableError, match="it is compiled again"):
+            other.prepare(n)
+    library.current = 1  # of the same kind
+    again.prepare(2)
+    assert len(library.loaded) == 3
+
+
+def test_the_versions_of_the_compilers_are_known() -> None:
+    from fastcoll.kernels.cuda.kernel import _versions
+
+    assert all(name in _versions() for name in ("numba-cuda", "cuda-bindings", "nvidia-nvvm", "nvjitlink"))
 
 
 @pytest.mark.parametrize("function", NOT_COMPILABLE)
