@@ -5,7 +5,9 @@
     auto                 the choice of a group's carrier, and the carrier that makes this choice
     staged, staging
                          GPU arrays over the group's CPU backend, copied through pinned host memory
-    streams, stream_work shared code of the carriers that queue work on streams
+    streams, stream_work, own_stream
+                         shared code of the carriers that queue work on streams
+    idle                 calls of CUDA that may wait for all work on a GPU
     nccl/                NCCL
     ipc/                 kernels that read the memory of the node's other ranks
     cuda_aware_mpi       a CUDA-aware MPI library

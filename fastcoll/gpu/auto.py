@@ -47,7 +47,8 @@ IPC, NCCL, STAGED = "ipc", "nccl", "staged"
 class Facts(NamedTuple):
     """The facts about its GPU that a rank sends to all others."""
 
-    gpu: bytes  # UUID of the GPU; equal for ranks that share a GPU
+    gpu: bytes  # UUID of the GPU, or of an instance of it (MIG); equal for ranks that share it
+    board: bytes  # of the whole GPU; NCCL refuses two ranks on one board
     nccl: bool  # the rank can use NCCL
     kernels: bool  # the rank can use fastcoll's kernels
     reaches_all: bool = False  # the rank can map the memory of every other rank's GPU
@@ -64,8 +65,8 @@ def choose(facts: Sequence[Facts], one_node: bool) -> str:
 
 
 def suits_nccl(facts: Sequence[Facts]) -> bool:
-    """Return whether all ranks can use NCCL, which requires that each rank has a GPU of its own."""
-    return all(rank.nccl for rank in facts) and len({rank.gpu for rank in facts}) == len(facts)
+    """Return whether all ranks can use NCCL: each rank needs a GPU of its own, and an instance of one is not enough."""
+    return all(rank.nccl for rank in facts) and len({rank.board for rank in facts}) == len(facts)
 
 
 # ---- the agreement of all ranks --------------------------------------------------------------------------
@@ -78,9 +79,9 @@ def agree(group: ProcessGroup, device: int) -> list[Facts]:
     """
     from .nccl.bindings import why_unavailable
 
-    uuid = runtime().uuid(device)
-    rows = group.rows_of_all(np.array([why_unavailable() is None, has_kernels(), *uuid], np.uint8))
-    facts = [Facts(row[2:].tobytes(), bool(row[0]), bool(row[1])) for row in rows]
+    names = [*runtime().uuid(device), *runtime().board(device)]
+    rows = group.rows_of_all(np.array([why_unavailable() is None, has_kernels(), *names], np.uint8))
+    facts = [Facts(row[2:18].tobytes(), row[18:].tobytes(), bool(row[0]), bool(row[1])) for row in rows]
     # A GPU that CUDA_VISIBLE_DEVICES hides is not among these, and this rank cannot reach it.
     visible = {runtime().uuid(number): number for number in range(runtime().count())}
     reaches = all(f.gpu in visible and runtime().can_reach(device, visible[f.gpu]) for f in facts)

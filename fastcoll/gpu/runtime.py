@@ -6,6 +6,7 @@ default stream.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -13,9 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..compiler.cache_files import digest
 from ..errors import FastcollError, UnavailableError
 from ..kernels.cuda import INSTALL
 from ..kernels.cuda.driver import driver
+from ..system.processes import this_process
+from . import idle
 
 Array = np.ndarray[Any, Any]
 
@@ -25,6 +29,7 @@ _NO_TIMING = 2  # cudaEventDisableTiming
 _PORTABLE = 1  # cudaHostAllocPortable: pinned for every device
 _NOT_READY = 600  # cudaErrorNotReady
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+_MOST_URGENT = -100  # a stream's priority; CUDA takes the highest that there is
 
 
 @cache
@@ -54,6 +59,22 @@ class _Foreign(NamedTuple):
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.handle
+
+
+class _Pinned:
+    """Pinned memory, which is freed at some time after its last view, when no collective is outstanding.
+
+    cudaFreeHost waits for the GPU, and the garbage collector may run on any thread.
+    """
+
+    def __init__(self, memory: Any, nbytes: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (nbytes,),
+            "data": (memory.ptr, False),
+        }
+        weakref.finalize(self, idle.when_idle, [memory].clear)
 
 
 class Runtime:
@@ -101,6 +122,13 @@ class Runtime:
         """
         return driver().uuid(device)  # not by CuPy, which truncates the UUID at its first zero byte
 
+    def board(self, device: int) -> bytes:
+        """Return 16 bytes that identify the GPU that a device is, or is an instance of (MIG), and its machine.
+
+        NCCL refuses two ranks on one board.
+        """
+        return digest(this_process().boot_id.encode(), driver().bus_id(device))
+
     def can_reach(self, device: int, peer: int) -> bool:
         """Return whether kernels on GPU `device` can use the memory of GPU `peer`.
 
@@ -112,10 +140,10 @@ class Runtime:
     # ---- memory --------------------------------------------------------------------------------------
 
     def pinned(self, nbytes: int) -> Array:
-        """Return pinned host memory as an array of bytes; it is freed with the last view of it."""
+        """Return pinned host memory as an array of bytes; it is freed some time after the last view of it."""
+        idle.free_unused()
         memory = self._do("pinning host memory", self._cupy.cuda.PinnedMemory, max(nbytes, 1), _PORTABLE)
-        flat: Array = np.frombuffer(self._cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
-        return flat
+        return np.asarray(_Pinned(memory, nbytes))
 
     def allocate(self, nbytes: int, device: int, stream: int | None = None) -> Any:
         """Return GPU memory from CuPy's pool, for use on one stream; `.ptr` is the address.
@@ -171,10 +199,16 @@ class Runtime:
 
     # ---- streams and events --------------------------------------------------------------------------
 
-    def new_stream(self, device: int) -> int:
-        """Create a stream that is not ordered with any other; free it with `end_stream`."""
+    def new_stream(self, device: int, urgent: bool = False) -> int:
+        """Create a stream that is not ordered with any other; free it with `end_stream`.
+
+        Args:
+            urgent: give it the highest priority. Streams of one priority may share a queue of the GPU, in which work of
+                one stream can be stuck behind a wait of another.
+        """
+        create, priority = self._calls.streamCreateWithPriority, _MOST_URGENT if urgent else 0
         with self.on(device):
-            return int(self._do("creating a stream", self._calls.streamCreateWithFlags, _NON_BLOCKING))
+            return int(self._do("creating a stream", create, _NON_BLOCKING, priority))
 
     def end_stream(self, stream: int) -> None:
         self._do("destroying a stream", self._calls.streamDestroy, stream)

@@ -2,9 +2,10 @@
 
 A StreamWork ends when its event is complete. Until then it keeps alive the memory that the GPU uses. Any thread may
 query the event, but only the Watcher's thread completes a StreamWork and runs its callbacks. There is one exception: if
-the group fails, the thread that fails the group does this. The Watcher also checks whether the outstanding Works can
-still end: it looks for dead peers, errors and a passed deadline. Its thread starts with the first Work and ends some
-seconds after the last one.
+the group fails, the thread that fails the group does this. The Watcher's second thread, the guard, checks whether the
+outstanding Works can still end: it looks for dead peers, errors and a passed deadline. It calls nothing of CUDA, where
+the first thread may block: behind a thread of the program that loads a kernel, for example, while that waits for a
+collective. The threads start with the first Work and end some seconds after the last one.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..core.work import ENDLESS, Timeout, Work, is_progressing, mark_progressing, refuse_to_block, seconds
 from ..errors import AbortedError, CollectiveTimeoutError, FastcollError, GroupError
+from . import idle
 from .device_array import DeviceArray, current_stream
+from .own_stream import OwnStream
 
 _ASK = 0.0005
 """Seconds between two polls by a thread that waits for the GPU."""
@@ -28,60 +31,13 @@ _YOUNG = 0.1
 _LOOK = 0.05
 """Seconds between two checks for dead peers and errors, as in core/monitor.py."""
 _MOST = 64
-"""While this many Works are outstanding, a new call waits.
-
-The driver's queue holds some 1024 launches. A thread that finds it full blocks inside CUDA, and the watcher may block
-behind that thread. The value of _MOST is an estimate, because a small call queues about ten launches.
-"""
+"""While this many Works are outstanding, a new call waits. An estimate; see also own_stream.py."""
 _IDLE = 5.0
 _GIVE_UP = 5.0
 """Seconds for the GPU to end cancelled work.
 
 After that, the memory of this work is kept until the group is closed.
 """
-
-
-class OwnStream:
-    """The carrier's own stream on one GPU, and events that are reused."""
-
-    def __init__(self, runtime: Any, device: int) -> None:
-        self.runtime = runtime
-        self.device = device
-        self.stream: int = runtime.new_stream(device)
-        self._free: list[int] = []
-
-    def event(self) -> int:
-        """Return an event; give it back with `put_back`."""
-        try:
-            return self._free.pop()  # list operations are thread-safe
-        except IndexError:
-            return int(self.runtime.new_event(self.device))
-
-    def put_back(self, event: int) -> None:
-        self._free.append(event)
-
-    def follow(self, streams: Iterable[int]) -> None:
-        """Make work queued here from now on wait for the work that is queued on `streams` now.
-
-        The GPU must be current.
-        """
-        for stream in streams:
-            event = self.event()
-            self.runtime.record(event, stream)
-            self.runtime.order(self.stream, event)
-            self.put_back(event)  # can be recorded again at once: `order` waits for the last record before it
-
-    def end(self, failed: bool = False) -> None:
-        """Destroy the stream and the events; the GPU completes queued work first.
-
-        Args:
-            failed: ignore errors.
-        """
-        with suppress(FastcollError) if failed else nullcontext(), self.runtime.on(self.device):
-            for event in self._free:
-                self.runtime.end_event(event)
-            self._free.clear()
-            self.runtime.end_stream(self.stream)
 
 
 class StreamWork(Work):
@@ -230,8 +186,8 @@ class Watcher:
 
     Args:
         timeout: returns the seconds that a Work may take after the Works before it have ended.
-        look: gets the oldest Work's description, and returns the error that makes waiting useless, or None. An error
-            counts only if a second check returns one too, because the Work may end in between.
+        look: gets the oldest Work's description, and returns the error that makes waiting useless, or None. Neither
+            this error nor a passed deadline counts before a second check, because the Work may end in between.
         fail: fails the group, and completes all outstanding Works with the error (`break_off`).
     """
 
@@ -246,8 +202,10 @@ class Watcher:
         self._works: deque[StreamWork] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._guarding: threading.Thread | None = None
         self._closed = False
         self._broken_at: float | None = None
+        idle.watch(self)
 
     @property
     def outstanding(self) -> int:
@@ -257,14 +215,18 @@ class Watcher:
     def add(self, work: StreamWork) -> None:
         """Watch a Work from now on."""
         with self._changed:
-            idle = not self._works
+            was_idle = not self._works
             self._works.append(work)
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name=f"fastcoll-gpu-{self._name}", daemon=True
+                name = f"fastcoll-gpu-{self._name}"
+                over = (threading.Event(),)
+                self._thread = threading.Thread(target=self._run, args=over, name=name, daemon=True)
+                self._guarding = threading.Thread(
+                    target=self._guard, args=over, name=f"{name}-guard", daemon=True
                 )
                 self._thread.start()
-            elif idle:
+                self._guarding.start()
+            elif was_idle:
                 self._changed.notify_all()
 
     def await_room(self) -> None:
@@ -293,48 +255,63 @@ class Watcher:
 
     def drain(self) -> None:
         """Block until no Work is outstanding; a Work that hangs ends at its timeout."""
-        if threading.current_thread() is not self._thread:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._works or self._thread is None, ENDLESS)
+        if threading.current_thread() is self._thread:
+            return
+        with self._changed:
+            # Not only until the thread has ended, because it may be blocked inside CUDA.
+            while self._works and self._thread is not None and not self._has_given_up():
+                self._changed.wait(_LOOK)
 
     def close(self) -> None:
         """End the thread, and release the Works that were given up. Closing twice is fine."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(_GIVE_UP)
+            thread, guard = self._thread, self._guarding
+        for each in (thread, guard):
+            if each is not None and each is not threading.current_thread():
+                each.join(_GIVE_UP)
         while self._works:
             self._works.popleft().let_go()
 
-    def _run(self) -> None:
+    def _run(self, over: threading.Event) -> None:
         mark_progressing()
         try:
             self._watch()
         finally:
+            over.set()
             with self._changed:
                 if self._thread is threading.current_thread():
                     self._thread = None
                 self._changed.notify_all()
 
     def _watch(self) -> None:
-        next_look, suspect = 0.0, None
         while (oldest := self._oldest()) is not None:
             try:
                 if oldest.is_past():
                     self._end(oldest)
                     continue
-                now = time.monotonic()
-                if self._broken_at is not None and now > self._broken_at + _GIVE_UP:
+                if self._has_given_up():
                     return
-                if now >= next_look and self._broken_at is None:
-                    next_look = now + _LOOK
-                    suspect = self._judge(oldest, now, suspect)
             except FastcollError as error:  # an error of CUDA is final
                 self._fail(AbortedError(f"{oldest.describe}: {error}"))
                 return
             time.sleep(_NAP if time.monotonic() - oldest.began < _YOUNG else _LONG_NAP)
+
+    def _has_given_up(self) -> bool:
+        return self._broken_at is not None and time.monotonic() > self._broken_at + _GIVE_UP
+
+    def _guard(self, over: threading.Event) -> None:
+        """Judge the oldest Work every _LOOK seconds, until the other thread has ended or the group has failed."""
+        mark_progressing()
+        suspect = None
+        while not over.wait(_LOOK) and self._broken_at is None:
+            with self._changed:
+                oldest = self._works[0] if self._works else None
+            try:
+                suspect = None if oldest is None else self._judge(oldest, time.monotonic(), suspect)
+            except FastcollError as error:
+                self._fail(AbortedError(f"watching group {self._name}: {error}"))
 
     def _oldest(self) -> StreamWork | None:
         with self._changed:
@@ -357,8 +334,8 @@ class Watcher:
         """Fail the group if the oldest Work cannot end.
 
         Returns:
-            the Work, if `look` reports an error for the first time: the next check fails the group if it reports one
-            again. Otherwise None.
+            the Work, if something is wrong for the first time: the next check fails the group if it still is. Otherwise
+            None.
         """
         found = self._look(work.describe)
         if found is None and now - work.began >= (limit := self._timeout()):
@@ -366,8 +343,7 @@ class Watcher:
                 f"{work.describe} is not complete after {limit:g} s: a rank has not called it or has called "
                 "something else, or a GPU is busy"
             )
-        elif found is not None and suspect is not work:
-            return work
-        if found is not None:
+        if found is not None and suspect is work:
             self._fail(found)
-        return None
+            return None
+        return None if found is None else work

@@ -35,9 +35,11 @@ from ..core.operation import Operation
 from ..core.operations import BLOCKS_TO_BLOCKS, BLOCKS_TO_ONE, KINDS
 from ..core.reduce_op import PREMUL_SUM, ReduceOp
 from ..errors import AbortedError, ArrayError, FastcollError, GroupError, UsageError
+from . import idle
 from .device_array import DeviceArray, OnDevice, import_array, parts, scratch
+from .own_stream import OwnStream
 from .runtime import Runtime, runtime
-from .stream_work import OwnStream, StreamWork, Watcher
+from .stream_work import StreamWork, Watcher
 
 _name = cache(str)  # the name of a dtype; NumPy takes 5 us to make it
 
@@ -294,6 +296,7 @@ class StreamCarrier(DeviceCarrier):
     def run_exclusively(self, name: str) -> Iterator[None]:
         """Let one thread at a time queue a call; raise UsageError in a signal handler that interrupts it."""
         self.watcher.await_room()
+        idle.free_unused()
         self.group.gate.check_usable()  # the group may have failed during the wait
         with self._queue_lock:
             if self._inside:
@@ -382,3 +385,4 @@ class StreamCarrier(DeviceCarrier):
         self.watcher.close()
         if self.own_stream is not None:
             self.own_stream.end(self.broken)
+        idle.free_unused()

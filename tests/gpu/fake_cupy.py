@@ -40,6 +40,7 @@ class FakeCupy:
         self.cuda = SimpleNamespace(
             runtime=_Calls(self),
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemory),
+            PinnedMemory=lambda nbytes, flags: _Pinned(self, nbytes),
             driver=SimpleNamespace(ctxGetCurrent=lambda: getattr(self._here, "context", 0)),
             alloc=lambda nbytes: SimpleNamespace(ptr=self.malloc(nbytes), stream=self.cuda.Stream.current),
             get_current_stream=lambda: self.cuda.Stream.current,
@@ -95,6 +96,14 @@ class _Calls:
             return getattr(fake, name)(*args) if hasattr(fake, name) else {"eventQuery": 600}.get(name, 5)
 
         return call
+
+
+class _Pinned:
+    def __init__(self, fake: FakeCupy, nbytes: int) -> None:
+        self._fake, self.ptr = fake, fake.malloc(nbytes)
+
+    def __del__(self) -> None:
+        self._fake.calls.append(("freeHost", self.ptr))
 
 
 def _streams() -> Any:

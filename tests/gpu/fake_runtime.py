@@ -73,6 +73,7 @@ class FakeRuntime:
     Attributes:
         queued: (what, stream) of all work queued so far.
         apart: (device, peer) pairs of GPUs that do not reach each other.
+        boards: boards of devices that are instances of a GPU.
     """
 
     def __init__(self, devices: int = 1, prompt: bool = False, name: int = 0) -> None:
@@ -80,6 +81,7 @@ class FakeRuntime:
         self.devices = devices
         self.apart: set[tuple[int, int]] = set()
         self.queued: list[tuple[str, int]] = []
+        self.boards: dict[int, bytes] = {}
         self._prompt, self._name = prompt, name
         self._changed = threading.Condition(threading.RLock())
         self._here = threading.local()
@@ -219,6 +221,9 @@ class FakeRuntime:
     def uuid(self, device: int) -> bytes:
         return bytes([self._name, device] * 8)
 
+    def board(self, device: int) -> bytes:
+        return self.boards.get(device, self.uuid(device))
+
     def can_reach(self, device: int, peer: int) -> bool:
         return (device, peer) not in self.apart
 
@@ -301,7 +306,7 @@ class FakeRuntime:
 
     # ---- streams and events ------------------------------------------------------------------------------
 
-    def new_stream(self, device: int) -> int:
+    def new_stream(self, device: int, urgent: bool = False) -> int:
         number = self._number()
         self._streams[number] = _Stream(device)
         return number

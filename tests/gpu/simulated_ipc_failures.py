@@ -23,8 +23,10 @@ from fastcoll.errors import (
     UnavailableError,
     UsageError,
 )
+from fastcoll.gpu import idle
 from fastcoll.gpu.ipc import regions
 from fastcoll.gpu.ipc.backend import IpcCarrier
+from fastcoll.gpu.own_stream import OwnStream
 from fastcoll.gpu.staged import StagedCarrier
 from fastcoll.kernels.cuda import page as at
 from fastcoll.kernels.cuda import steps as kernels
@@ -228,6 +230,30 @@ def test_memory_is_used_again_once_all_ranks_have_left() -> None:
                 assert all(work.wait(timeout=60) for work in works)
         assert len([left for left in fake.left() if left.startswith("shareable")]) == 2
         regions._reusable.clear()
+
+
+def test_a_region_is_mapped_once_however_many_groups_use_it() -> None:
+    gpu = FakeRuntime()
+    handle = gpu.export(gpu.allocate_shareable(8, 0))
+    first, second = regions._map(gpu, 0, handle), regions._map(gpu, 0, handle)
+    assert first == second
+    regions._unmap(gpu, 0, handle)
+    idle.free_unused()
+    assert gpu.left()[1:] == [f"a peer's memory {first}"]
+    regions._unmap(gpu, 0, handle)
+    idle.free_unused()
+    assert gpu.left()[1:] == []
+
+
+def test_a_large_call_is_queued_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has more launches than the driver's queue holds."""
+    counted: list[int] = []
+    monkeypatch.setattr(OwnStream, "make_room", lambda own, launches, check: counted.append(launches))
+    with met(2) as ranks:
+        counted.clear()
+        ranks.run(lambda rank, group: group.all_reduce(ones(ranks, rank, 20_000)))
+        assert len(counted) > 2 * 10
+        assert max(counted) <= 8
 
 
 def test_a_rank_leaves_after_its_peers_have_read_its_data(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ from .fake_array import FakeArray
 from .thread_ranks import served
 
 
-def rank(gpu, nccl=True, kernels=True, reaches_all=True):
-    return Facts(gpu.encode(), nccl, kernels, reaches_all)
+def rank(gpu, nccl=True, kernels=True, reaches_all=True, board=None):
+    return Facts(gpu.encode(), (board or gpu).encode(), nccl, kernels, reaches_all)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,11 @@ def rank(gpu, nccl=True, kernels=True, reaches_all=True):
         ([rank("a"), rank("b", reaches_all=False)], True, NCCL),
         ([rank("a"), rank("b", kernels=False)], True, NCCL),
         ([rank("a"), rank("b")], False, NCCL),
+        (
+            [rank("a", board="x", reaches_all=False), rank("b", board="x")],
+            True,
+            STAGED,
+        ),  # two instances (MIG)
         ([rank("a"), rank("a")], False, STAGED),
         ([rank("a"), rank("b", nccl=False)], False, STAGED),
         ([rank("a", kernels=False), rank("a")], True, STAGED),
@@ -62,12 +67,15 @@ def test_every_rank_publishes_the_facts_about_its_gpu(two_gpus):
     gpu = two_gpus
     with groups(2) as made:
         same = everybody(made, lambda g: auto.agree(g, 1))
-        assert [each.gpu for each in same[0]] == [gpu.uuid(1)] * 2
+        assert [each.gpu for each in same[0]] == [each.board for each in same[0]] == [gpu.uuid(1)] * 2
         assert same[0] == same[1]
         assert all(each.reaches_all for each in same[0])
         gpu.apart.add((1, 0))
         facts, _ = everybody(made, lambda g: auto.agree(g, g.rank))
         assert [each.reaches_all for each in facts] == [True, False]
+        gpu.boards.update({0: bytes(16), 1: bytes(16)})
+        facts, _ = everybody(made, lambda g: auto.agree(g, g.rank))
+        assert [(each.gpu, each.board) for each in facts] == [(gpu.uuid(r), bytes(16)) for r in (0, 1)]
         assert auto.on_one_node(made[0])
 
 

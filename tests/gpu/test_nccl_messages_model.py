@@ -324,7 +324,7 @@ class Run:
     def on(self, device: int) -> Any:
         return nullcontext()
 
-    def uuid(self, device: int) -> bytes:
+    def board(self, device: int) -> bytes:
         return bytes([device] * 16)
 
     def unique_id(self) -> bytes:

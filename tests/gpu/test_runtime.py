@@ -11,7 +11,7 @@ import pytest
 from together import together
 
 from fastcoll.errors import FastcollError, UnavailableError
-from fastcoll.gpu import runtime
+from fastcoll.gpu import idle, runtime
 
 from .fake_cupy import FakeCupy
 
@@ -29,7 +29,7 @@ def test_calls_of_cuda(cupy: FakeCupy) -> None:
         cupy.calls.clear()
         assert real.new_stream(1) == 5
         assert cupy.calls == [
-            ("getDevice",), ("setDevice", 1), ("streamCreateWithFlags", 1), ("setDevice", 0)
+            ("getDevice",), ("setDevice", 1), ("streamCreateWithPriority", 1, 0), ("setDevice", 0)
         ]  # fmt: skip
         cupy.calls.clear()
         host = np.zeros(4)
@@ -44,6 +44,36 @@ def test_calls_of_cuda(cupy: FakeCupy) -> None:
         cupy.refused.add("eventRecord")
         with pytest.raises(FastcollError, match="recording an event failed: cudaErrorInvalid"):
             real.record(7, 5)
+
+
+def test_pinned_memory_is_freed_when_no_collective_is_outstanding(
+    cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = runtime.Runtime()
+    watcher = SimpleNamespace(outstanding=1)
+    monkeypatch.setattr(idle, "_watchers", [watcher])
+    words = real.pinned(16)
+    address = words.ctypes.data
+    words[:] = 7
+    view = words[8:]
+    del words
+    real.pinned(1)
+    assert view.tolist() == [7] * 8
+    del view
+    real.pinned(1)
+    assert ("freeHost", address) not in cupy.calls
+    watcher.outstanding = 0
+    real.pinned(1)
+    assert ("freeHost", address) in cupy.calls
+
+
+@pytest.mark.usefixtures("cupy")
+def test_instances_of_a_gpu_are_on_one_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    buses = {0: b"0000:1b:00.0", 1: b"0000:1b:00.0", 2: b"0000:2c:00.0"}
+    monkeypatch.setattr(runtime, "driver", lambda: SimpleNamespace(bus_id=buses.get))
+    first, second, other = map(runtime.Runtime().board, range(3))
+    assert first == second != other
+    assert len(first) == 16
 
 
 def test_a_thread_makes_no_context_on_a_gpu_that_it_does_not_use(cupy: FakeCupy) -> None:

@@ -18,9 +18,10 @@ from together import together
 from fastcoll import ReduceOp
 from fastcoll.core.work import Work
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, FastcollError, GroupError, UsageError
-from fastcoll.gpu import stream_work
+from fastcoll.gpu import idle, own_stream, stream_work
 from fastcoll.gpu.device_array import DeviceArray
-from fastcoll.gpu.stream_work import OwnStream, StreamWork, Watcher
+from fastcoll.gpu.own_stream import OwnStream
+from fastcoll.gpu.stream_work import StreamWork, Watcher
 
 from .fake_array import FakeArray
 from .fake_runtime import FakeRuntime
@@ -217,7 +218,7 @@ def test_the_watching_thread_ends(held: Held, monkeypatch: pytest.MonkeyPatch) -
     held.let_go()
     for _ in range(2):
         held.call().join()
-        for thread in [t for t in threading.enumerate() if t.name == "fastcoll-gpu-WORLD"]:
+        for thread in [t for t in threading.enumerate() if t.name.startswith("fastcoll-gpu-WORLD")]:
             thread.join(60)
             assert not thread.is_alive()
 
@@ -243,10 +244,11 @@ def test_the_time_of_a_work_begins_when_those_before_it_have_ended() -> None:
     watcher, failed, (first, second) = watching(1000.0)
     first.began = second.began = time.monotonic() - 2000
     watcher._works.extend([first, second])
-    watcher._judge(first, time.monotonic(), None)
+    assert watcher._judge(first, time.monotonic(), None) is first
+    watcher._judge(first, time.monotonic(), first)
     assert "one is not complete after 1000 s" in str(failed[0])
     watcher._end(first)
-    watcher._judge(second, time.monotonic(), None)
+    assert watcher._judge(second, time.monotonic(), second) is None
     assert len(failed) == 1
 
 
@@ -282,6 +284,74 @@ def test_a_thread_that_orders_a_full_stream_does_not_block_the_watcher(
     monkeypatch.setattr(gpu, "order", order)
     work.wait()
     assert own.event() == event, "and then it is free"
+
+
+def test_a_failure_is_seen_while_the_watcher_is_blocked_inside_cuda(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may hold CUDA's lock until a collective ends, for example to load a kernel."""
+    held.call()
+    real, blocked = type(held.gpu).is_past, threading.Event()
+
+    def block(gpu: FakeRuntime, event: int) -> bool:
+        if threading.current_thread().name.startswith("fastcoll-gpu"):
+            blocked.set()
+            assert_set(held._gone)
+        return real(gpu, event)
+
+    monkeypatch.setattr(type(held.gpu), "is_past", block)
+    assert_set(blocked)
+    held.group.timeout = 0.0
+    work = held.call()
+    with pytest.raises(CollectiveTimeoutError, match="not complete after"):
+        work.join()
+
+
+def test_kernels_are_loaded_and_memory_is_freed_when_no_call_is_outstanding(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: list[int] = []
+    work = held.call()
+    idle.when_idle(lambda: freed.append(1))
+    idle.free_unused()
+    assert (freed, idle.is_idle()) == ([], False)
+    monkeypatch.setattr(
+        idle, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: held.let_go())
+    )
+    idle.await_idle()
+    assert work.wait(timeout=60)
+    assert idle.is_idle()
+    assert freed == []
+    held.call().join()
+    assert freed == [1]
+
+
+def test_loading_waits_for_a_peer_only_for_some_seconds(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = [0.0]
+
+    def sleep(seconds: float) -> None:
+        later[0] += 1
+
+    monkeypatch.setattr(idle, "time", SimpleNamespace(monotonic=lambda: later[0], sleep=sleep))
+    held.call()
+    idle.await_idle()
+    assert later == [5.0]
+
+
+def test_a_stream_holds_no_more_launches_than_the_drivers_queue(held: Held) -> None:
+    own, checks = OwnStream(held.gpu, 0), []
+
+    def check() -> None:
+        checks.append(1)
+        held.let_go()
+
+    own.follow([held.stream])
+    for _ in range(own_stream._PORTIONS + 1):
+        own.make_room(own_stream._PORTION, check)
+        assert checks == []
+    own.make_room(1, check)
+    assert checks
+    own.end()
 
 
 def test_a_gpu_is_chosen_by_the_watcher() -> None:

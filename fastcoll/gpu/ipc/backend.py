@@ -31,7 +31,8 @@ from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupErr
 from ...kernels.cuda import page as at
 from ...kernels.cuda.reducers import cuda_reducer
 from ..device_array import DeviceArray
-from ..stream_work import OwnStream, StreamWork
+from ..own_stream import OwnStream
+from ..stream_work import StreamWork
 from ..streams import Compared, QueuedCall, StreamCarrier, StreamScope, sizes_of
 from . import schedules
 from .regions import SharedRegions
@@ -50,6 +51,9 @@ SLOT = 16 << 20
 Each filled slot costs an exchange. By estimate, an exchange takes some 10 us if each rank has a GPU of its own. If
 ranks share a GPU, an exchange takes a switch between processes, from 50 us up to a time slice of about 2 ms.
 """
+
+_PORTION = 8
+"""Items of a schedule that are queued together. A large call has thousands, more than the driver's queue holds."""
 
 _HANDED_OVER = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
 
@@ -186,6 +190,11 @@ class IpcCarrier(StreamCarrier):
     def trouble(self) -> GroupError | None:
         return self._stopped(self.calls)
 
+    def check_intact(self) -> None:
+        """Raise the group's failure, if it has failed."""
+        if self.group.failure is not None:
+            raise self.group.failure.with_traceback(None)
+
     def fail(self, error: GroupError) -> None:
         if isinstance(error, CollectiveTimeoutError) and self.shared is not None:
             ranks = self.group.ranks
@@ -259,6 +268,10 @@ class IpcCall(QueuedCall):
             (_, outs, ins, *_), finish = scope.as_one(operation, self._facts.size)
         else:
             ins = tuple(scope.apart([scope.scaled(x, op) for x in ins], outs, self._facts.rank))
-        shared.run(scope.stream, self._number, self._schedule, self._signature, ins, outs, self._reducer)
+        own = self._ipc.own(self.arrays)
+        for start in range(0, len(self._schedule), _PORTION):
+            part = self._schedule[start : start + _PORTION]
+            own.make_room(shared.launches(part), self._ipc.check_intact)
+            shared.run(scope.stream, self._number, part, self._signature, ins, outs, self._reducer)
         if finish is not None:
             finish()

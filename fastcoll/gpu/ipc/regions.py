@@ -3,7 +3,8 @@
 Each rank's region is a page of words (kernels/cuda/page.py) and SLOTS slots. To free memory that a peer still maps is
 undefined behaviour (CUDA Runtime API, cudaIpcOpenMemHandle), and once a peer has unmapped a region, it cannot write
 that into the region. So a region is never freed. A rank sets BYE in its peers' pages when it no longer uses their
-memory. Once all ranks have set BYE in a region, a later group of the process reuses the region on the same GPU.
+memory. Once all ranks have set BYE in a region, a later group of the process reuses the region on the same GPU. A peer
+may then still have the region mapped for the earlier group; a process maps a region once for all its groups.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +27,7 @@ from ...kernels.cuda.driver import driver
 from ...kernels.cuda.kernel import SIMULATED
 from ...kernels.cuda.reducers import CudaReducer
 from ...kernels.cuda.steps import POISON
+from .. import idle
 from ..device_array import DeviceArray
 from ..runtime import waited_stream
 from .schedules import IN, SLOT, SLOTS, BlockLocation, Move, ReduceStep, Schedule, Step, slot_of
@@ -51,11 +54,15 @@ class Region(NamedTuple):
     address: int
     size: int
 
-    def is_free(self, runtime: Any) -> bool:
-        """Return whether all ranks that used the region have set BYE."""
-        words = runtime.pinned(at.PAGE)
-        with waited_stream(runtime, self.device) as stream:
-            runtime.to_host(words, self.address, stream)
+    def is_free(self, runtime: Any, words: Array, stream: int) -> bool:
+        """Return whether all ranks that used the region have set BYE.
+
+        Args:
+            words: pinned memory of `header_bytes` for the copy of the page.
+            stream: a stream on which nothing waits.
+        """
+        runtime.to_host(words, self.address, stream)
+        runtime.wait_stream(stream)
         byes = words.view(np.int64)[[(at.rank_words(r) + at.BYE) // 8 for r in range(self.size)]]
         return bool(byes.all())
 
@@ -67,11 +74,48 @@ _lock = threading.Lock()
 def _region(runtime: Any, device: int, nbytes: int, size: int) -> Region:
     """Return a region that all ranks of an earlier group have left, or a new one."""
     with _lock:
-        for old in _reusable:
-            if (old.device, old.nbytes) == (device, nbytes) and old.is_free(runtime):
-                _reusable.remove(old)
-                return old._replace(size=size)
+        fitting = [old for old in _reusable if (old.device, old.nbytes) == (device, nbytes)]
+        if fitting:
+            words = runtime.pinned(header_bytes(at.MOST_RANKS))
+            with waited_stream(runtime, device) as stream:
+                for old in fitting:
+                    if old.is_free(runtime, words, stream):
+                        _reusable.remove(old)
+                        return old._replace(size=size)
     return Region(device, nbytes, runtime.allocate_shareable(nbytes, device), size)
+
+
+def header_bytes(size: int) -> int:
+    """Return the bytes at the beginning of a page that `size` ranks use."""
+    return at.LINES + at.RANK_BYTES * size
+
+
+_mapped: dict[tuple[Any, int, bytes], list[int]] = {}
+"""By runtime, GPU and handle: the address of a peer's region in this process, once for each group that uses it."""
+
+
+def _map(runtime: Any, device: int, handle: bytes) -> int:
+    with _lock:
+        uses = _mapped.get((runtime, device, handle)) or []
+        uses.append(uses[0] if uses else runtime.open(handle, device))
+        _mapped[runtime, device, handle] = uses
+        return uses[0]
+
+
+def _unmap(runtime: Any, device: int, handle: bytes) -> None:
+    """End one use; unmap the region after the last one, when no collective is outstanding."""
+    with _lock:
+        uses = _mapped[runtime, device, handle]
+        base = uses.pop()
+        if uses:
+            return
+        del _mapped[runtime, device, handle]
+
+    def shut() -> None:
+        with suppress(FastcollError), runtime.on(device):
+            runtime.shut(base)
+
+    idle.when_idle(shut)
 
 
 class SharedRegions:
@@ -91,14 +135,15 @@ class SharedRegions:
         self.control[:] = 0
         self._runtime, self._rank, self._region = runtime, rank, region
         self._bases: list[int] = [0] * region.size
-        self._header: Array = runtime.pinned(at.LINES + at.RANK_BYTES * region.size).view(np.int64)
+        self._unmaps: list[Callable[[], None]] = []
+        self._header: Array = runtime.pinned(header_bytes(region.size)).view(np.int64)
         self._meet, self._announce = kernels.compiled(kernels.meet), kernels.compiled(kernels.announce)
         self._step, self._publish = kernels.compiled(kernels.step), kernels.compiled(kernels.publish)
         if self._wait is not None:
             # Allocated now: later, pinning memory or creating a stream might wait for the GPU, which waits for POISON.
             self._poisoned: Array = runtime.pinned(at.RANK_BYTES * region.size)
             self._poisoned.view(np.int64)[:] = POISON
-            self._poisoning: int = runtime.new_stream(region.device)
+            self._poisoning: int = runtime.new_stream(region.device, urgent=True)
 
     @classmethod
     def meet(
@@ -111,7 +156,8 @@ class SharedRegions:
         Returns:
             the regions and an empty text, or None and the reason for the failure, which is the same on all ranks.
         """
-        wait, lacking = ready(device)
+        with runtime.on(device):
+            wait, lacking = ready(device)
         note = np.zeros(1, _NOTE)
         note["slot"], note["error"] = slot, lacking.encode()[:256]
         region = None
@@ -145,7 +191,9 @@ class SharedRegions:
             self._bases[self._rank] = self._page
             for peer, handle in enumerate(handles):
                 if peer != self._rank:
-                    self._bases[peer] = self._runtime.open(bytes(handle), self._region.device)
+                    where = (self._runtime, self._region.device, bytes(handle))
+                    self._bases[peer] = _map(*where)
+                    self._unmaps.append(partial(_unmap, *where))
             words[:] = 0
             words[at.SIZE // 8] = size
             words[at.RANK // 8] = self._rank
@@ -163,11 +211,11 @@ class SharedRegions:
         First wait until all peers have set BYE in this rank's region: this process may exit next, which frees the
         memory that they use. The wait ends after 5 s, or when `is_vain` returns True.
         """
-        end = time.monotonic() + _BYE_SECONDS
-        while not (self._region.is_free(self._runtime) or is_vain() or time.monotonic() > end):
-            time.sleep(_BYE_NAP)
-        with self._runtime.on(self._region.device):
-            self._unmap()
+        end, runtime, words = time.monotonic() + _BYE_SECONDS, self._runtime, self._header.view(np.uint8)
+        with runtime.on(self._region.device), waited_stream(runtime, self._region.device) as stream:
+            while not (self._region.is_free(runtime, words, stream) or is_vain() or time.monotonic() > end):
+                time.sleep(_BYE_NAP)
+        self._unmap()
         _keep(self._region)
 
     def abandon(self) -> None:
@@ -175,10 +223,9 @@ class SharedRegions:
         _abandoned.append(self)
 
     def _unmap(self) -> None:
-        for peer, base in enumerate(self._bases):
-            if peer != self._rank and base:
-                with suppress(FastcollError):
-                    self._runtime.shut(base)
+        for unmap in self._unmaps:
+            unmap()
+        self._unmaps.clear()
         self._bases = [0] * len(self._bases)
 
     # ---- calls ---------------------------------------------------------------------------------------
@@ -221,6 +268,11 @@ class SharedRegions:
                 self._take_step(stream, number, item.number, signature)
             else:
                 self._publish(1, stream, self._page, at.STEP, number << at.STEP_BITS | at.LAST_STEP)
+
+    def launches(self, schedule: Schedule) -> int:
+        """Return how many launches and waits a part of a schedule queues, at most."""
+        most = 1 if self._wait is None else self._region.size + 2
+        return sum(most if isinstance(item, Step) else 1 for item in schedule)
 
     def _take_step(self, stream: int, number: int, step: int, signature: Signature) -> None:
         assert step < at.LAST_STEP
@@ -298,14 +350,14 @@ def _exchanged(group: ProcessGroup, note: Array) -> tuple[Array, str]:
 
 
 def ready(device: int) -> tuple[WaitValue | None, str]:
-    """Compile the kernels before any rank depends on this one.
+    """Compile and load the kernels before any rank depends on this one; the GPU must be the current one.
 
     Returns:
         the result of `waits_of_streams` and an empty text; if the kernels cannot be compiled, None and the reason.
     """
     try:
         for kernel in (kernels.meet, kernels.announce, kernels.step, kernels.publish):
-            kernels.compiled(kernel)
+            kernels.compiled(kernel).load()
         return waits_of_streams(device), ""
     except Exception as error:  # Numba raises errors of many kinds
         return None, f"{type(error).__name__}: {error}"

@@ -25,7 +25,7 @@ from ...core.operation import Call, Operation
 from ...core.operations import KINDS
 from ...errors import AbortedError, GroupError, MismatchError
 from ..device_array import DeviceArray
-from ..stream_work import OwnStream
+from ..own_stream import OwnStream
 from ..streams import Compared, QueuedCall, StreamCarrier, StreamScope, sizes_of
 from . import bindings
 from .blocks import Kernels, Moves, Native, reductions
@@ -147,7 +147,7 @@ class NcclCarrier(StreamCarrier):
         if self._comm is None:
             group, library, device = self.group, self._library, self.own(arrays).device
             identity = library.unique_id() if group.rank == 0 else b""
-            info = RankInfo.here(self.runtime.uuid(device), library.version, identity)
+            info = RankInfo.here(self.runtime.board(device), library.version, identity)
             infos = [RankInfo.from_array(row) for row in self._exchanged(info.to_array())]
             check_ranks(infos, group.ranks, group.name)
             with self.runtime.on(device):
@@ -206,9 +206,13 @@ class _NcclCall(QueuedCall):
         self._compared = Compared.of(operation, carrier.group.size)
 
     def prepare(self, name: str) -> None:
-        with self.carrier.failing(name):
+        carrier = self.carrier
+        with carrier.failing(name):
             self._nccl.compare(self._operation, self._compared)
             self._nccl.communicator(self.arrays)
+            if isinstance(self._how, Kernels):
+                with carrier.runtime.on(carrier.own(self.arrays).device):
+                    self._how.prepare(self._operation.kind, carrier.group.rank, carrier.group.size)
 
     def work(self, scope: StreamScope) -> None:
         group = self.carrier.group

@@ -219,6 +219,12 @@ class Kernels:
         self._op, self._dtype, self._most = op, dtype, MOST_SOURCES
         self._reducer = cuda_reducer(plain, dtype)
 
+    def prepare(self, kind: str, rank: int, size: int) -> None:
+        """Load the kernels of a call into the current context, before NCCL's kernels wait for the peers."""
+        sources = {"scan": rank + 1, "exscan": rank}.get(kind, size)
+        if sources:
+            self._reducer.prepare(min(sources, self._most))
+
     def all_reduce(self, moves: Moves, x: DeviceArray) -> None:
         source = moves.scope.scaled(x, self._op)
         for segment, out in zip(_segments(source, moves.size), _segments(x, moves.size), strict=True):

@@ -59,7 +59,7 @@ Look = Callable[[str, float], None]
 class RankInfo(NamedTuple):
     """The facts that a rank publishes before a communicator is created."""
 
-    gpu: bytes  # UUID of its GPU
+    gpu: bytes  # its GPU's board (gpu/runtime.py)
     host: bytes  # hash of NCCL_HOSTID; NCCL lets ranks share a GPU if they seem to be on two hosts
     version: int  # NCCL_VERSION_CODE
     shares: bool  # NCCL_MULTI_RANK_GPU_ENABLE lets the rank share its GPU

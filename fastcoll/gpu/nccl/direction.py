@@ -21,8 +21,9 @@ from ...core.message import Status
 from ...core.work import ENDLESS, ProgressQueue, Work, refuse_to_block
 from ...errors import AbortedError, GroupError
 from ..device_array import DeviceArray, OnDevice
+from ..own_stream import OwnStream
 from ..staging import CudaEvents, Marks
-from ..stream_work import OwnStream, StreamWork, Watcher
+from ..stream_work import StreamWork, Watcher
 from ..streams import StreamCarrier, StreamScope
 from .bindings import BYTES, NcclLibrary
 from .communicator import Backoff, Communicator

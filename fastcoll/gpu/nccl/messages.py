@@ -215,7 +215,7 @@ class NcclMessages:
         """Return this rank's RankInfo, with `identity` as the communicator's id."""
         if self._info is None:
             assert self._carrier.own_stream is not None
-            gpu = self._carrier.runtime.uuid(self._carrier.own_stream.device)
+            gpu = self._carrier.runtime.board(self._carrier.own_stream.device)
             self._info = RankInfo.here(gpu, self._library.version, b"")
         return self._info._replace(identity=identity)
 
