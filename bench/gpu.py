@@ -9,6 +9,8 @@
 |        | 256 MiB (float32), over that of a device-to-device copy of 256 MiB             |             |
 | ipc    | all_reduce of 64 MiB, two ranks on one GPU: shared GPU memory (backend shm)    | >= 3 times  |
 |        | against staging through pinned host memory (same backend)                      | as fast     |
+| nccl   | the same all_reduce by NCCL, whose ranks share the GPU as if they were on two hosts: | (none)      |
+|        | it moves the data through its network, so this is no comparison with NCCL on two GPUs |            |
 | launch | host time of CudaReducer.launch on 4 elements, until the kernel is queued      | < 30 us     |
 
 Needs one GPU and CuPy. The times of kernels and copies are measured by CUDA events; the times of collectives by the
@@ -37,8 +39,12 @@ REPEATS = 20
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--tiny", action="store_true", help="with arrays of 1 MiB, to try this program")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.tiny:
+        global REDUCE_BYTES, ALL_REDUCE_BYTES
+        REDUCE_BYTES = ALL_REDUCE_BYTES = 1 << 20
     if options.rank_of:
         return rank_of(options.rank_of)
     found = {"machine": machine(), "reduce": reduce(), "ipc": all_reduce(), "launch": launch()}
@@ -125,11 +131,12 @@ def launch() -> dict[str, Any]:
 
 
 def all_reduce() -> dict[str, Any]:
-    """Measure two ranks in separate processes, once with shared GPU memory and once staged."""
-    found = {}
-    for how in ("ipc", "staged"):
+    """Measure two ranks in separate processes: with shared GPU memory, staged, and by NCCL."""
+    found, tiny = {}, ["--tiny"] * (ALL_REDUCE_BYTES <= 1 << 20)
+    for how in ("ipc", "staged", "nccl"):
+        launch = [sys.executable, "-m", "fastcoll.launch", "--no_prefix", "-n", "2"]
         done = subprocess.run(
-            [sys.executable, "-m", "fastcoll.launch", "--no_prefix", "-n", "2", __file__, "--rank-of", how],
+            [*launch, __file__, *tiny, "--rank-of", how],
             stdout=subprocess.PIPE,
             text=True,
             timeout=600,
@@ -151,7 +158,9 @@ def rank_of(how: str) -> int:
 
     if how == "staged":
         carriers.carrier_for = lambda backend, group: StagedCarrier(group)
-    dist.init_process_group("shm", timeout=120)
+    if how == "nccl":
+        os.environ["NCCL_HOSTID"] = f"rank-{os.environ['RANK']}"
+    dist.init_process_group("nccl" if how == "nccl" else "shm", timeout=120)
     x = cupy.ones(ALL_REDUCE_BYTES // 4, "f4")
     times = []
     for number in range(REPEATS + 3):
@@ -166,7 +175,7 @@ def rank_of(how: str) -> int:
         assert (x == 2).all()
     devices = groups.world._devices()
     carrier = type(getattr(devices, "_chosen", devices)).__name__
-    assert carrier == {"ipc": "IpcCarrier", "staged": "StagedCarrier"}[how], carrier
+    assert carrier == {"ipc": "IpcCarrier", "staged": "StagedCarrier", "nccl": "NcclCarrier"}[how], carrier
     print(median(times), flush=True)
     dist.destroy_process_group()
     return 0
@@ -189,6 +198,7 @@ def table(found: dict[str, Any]) -> list[str]:
             f"{ipc['staged_ms']:.2f} ms)",
             f"{ipc['times_as_fast']:.1f} times as fast", ">= 3", ipc["times_as_fast"] >= 3,
         ),
+        f"| the same by NCCL's network | {ipc['nccl_ms']:.2f} ms | | |",
         _row(
             "from Python to a queued kernel",
             f"{found['launch']['microseconds']:.1f} us", "< 30 us", found["launch"]["microseconds"] < 30,
