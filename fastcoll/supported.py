@@ -21,7 +21,7 @@ TESTED = {
     "Numba": (OLDEST["Numba"], (0, 68)),
     "torch": ((2, 13), (2, 15)),
     "mpi4py": ((4, 1), (4, 1)),
-    "JAX": ((0, 10), (0, 10)),
+    "JAX": ((0, 9), (0, 10)),
 }
 """The oldest and the newest version of each package that the tests have run with. GPU libraries are missing, because no
 GPU was available."""
