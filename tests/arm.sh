@@ -6,9 +6,8 @@
 # kernels takes minutes. qemu runs each program on this machine's kernel, without a chroot and without binfmt_misc:
 # sys.executable is a script that starts qemu.
 #
-# The emulator does not reorder stores as an Arm processor may; tests/shm/test_weak_model.py does. qemu 7.2 lacks
-# process_vm_readv, so ranks copy through slots; PR_SET_CHILD_SUBREAPER, so there is no launcher here; and a socket
-# option that the backend tcp needs.
+# The emulator does not reorder stores as an Arm processor may; tests/shm/test_weak_model.py does. Under qemu 7.2 the
+# launcher fails (prctl refuses PR_SET_CHILD_SUBREAPER), and so does the backend tcp ("Protocol not available").
 set -euo pipefail
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 FOLDER=${1:-$(mktemp -d)}
