@@ -24,7 +24,7 @@ _FIRST_SECONDS = (
 _STALE_SECONDS = (
     5.0  # a view that has not changed for longer is of a launcher that has ended, or cannot be reached
 )
-# The variables that choose the secret (store/secret.py). `top` takes their values from the launcher.
+# What the user's own secret depends on (store/secret.py); these are taken from the launcher.
 _SECRETS = "FASTCOLL_SECRET", "FASTCOLL_SECRET_FILE", "FASTCOLL_INSECURE", "HOME", "XDG_CONFIG_HOME"
 _TYPES = get_type_hints(RankRates)
 
@@ -61,7 +61,7 @@ def decode(data: bytes) -> NodeView:
 
 
 def merged(own: View, others: Sequence[NodeView]) -> View:
-    """Return this machine's view with the ranks of other machines; a rank of this machine keeps its own row."""
+    """Return this machine's view with the ranks of other machines; what this machine sees itself comes first."""
     here = {row.rank for row in own.rows if row.state}
     there = [row for other in others for row in other.rows if row.rank not in here]
     if not there:
