@@ -17,8 +17,11 @@ store at any time: before earlier stores of other words, also before earlier rel
 earlier stores. A swap empties the buffer. Nothing is TORN: a wrong order shows as a wrong value.
 
 Other threads can only make the end of a wait possible, because the words for which kernels wait only grow. So a wait
-ends as soon as it can. With `again` a wait that cannot end yet may also return in vain. A polling kernel rests until a
-word that it has read changes, and then returns in vain.
+ends as soon as it can. A step that no other thread can notice or change is also taken at once (a persistent set of one
+step): a load of a word that no other thread ever stores and, without store buffers, a store or swap of words that no
+other thread ever accesses. Which threads access a word is learnt on the way: as soon as a thread accesses a word that
+was taken for another thread's own, the search begins again. With `again` a wait that cannot end yet may also return in
+vain. A polling kernel rests until a word that it has read changes, and then returns in vain.
 """
 
 from __future__ import annotations
@@ -34,10 +37,15 @@ __all__ = ["FOUND", "SHARED", "Explorer", "Machine", "load"]
 
 TORN = "a word that is being written"
 PLAIN, ALL = 1, 2
+_ROUNDS = 1000  # of steps that concern no other thread; a thread that takes so many may poll for ever
 
 
 class _Full(BaseException):
     """A program uses more shared words than a state has room for."""
+
+
+class _Shared(BaseException):
+    """A thread accesses a word that was taken for another thread's own."""
 
 
 # ---- the schedules ------------------------------------------------------------------------------------------
@@ -73,6 +81,7 @@ class Buffered(NamedTuple):
 
 Buffer = tuple[Buffered, ...]
 State = tuple[tuple[Node, ...], tuple[Any, ...], tuple[Buffer, ...]]
+Step = tuple[int, "Node | Buffered"]  # a thread, and what it does or which of its stores leaves the buffer
 
 
 class Explorer:
@@ -95,6 +104,11 @@ class Explorer:
             32  # shared words of a state; it takes twice as long to visit states of 512 words as of 128
         )
         self._roots: dict[Root, Node] = {}
+        # Sets of threads, as bits, by address: those that access and store the word; those that took it for their own.
+        self._users: dict[int, int] = {}
+        self._writers: dict[int, int] = {}
+        self._trusting: dict[int, int] = {}
+        self._owning: dict[int, int] = {}
 
     def explore(self, most: int = 1 << 20) -> int:
         """Visit every state; return the number of states.
@@ -107,6 +121,8 @@ class Explorer:
                 return self._explore(most)
             except _Full:
                 self._room *= 2
+            except _Shared:
+                self._trusting, self._owning = {}, {}
 
     def _explore(self, most: int) -> int:
         words: list[Any] = [0] * self._room
@@ -117,7 +133,7 @@ class Explorer:
         for thread, node in enumerate(nodes):
             self._mark(thread, node, (), words, buffers)
         start = self._settle(nodes, words, buffers)
-        known: dict[State, tuple[State, str] | None] = {start: None}
+        known: dict[State, tuple[State, Step] | None] = {start: None}
         todo = [start]
         while todo:
             state = todo.pop()
@@ -136,21 +152,20 @@ class Explorer:
             assert len(known) < most, "too many states"
         return len(known)
 
-    def _successors(self, state: State) -> Iterator[tuple[str, State]]:
+    def _successors(self, state: State) -> Iterator[tuple[Step, State]]:
         """Yield the steps that are possible, each with the state after it."""
         nodes, words, buffers = state
         for thread, node in enumerate(nodes):
             if node.kind in (READ, LOAD, STORE, SWAP) or (self.again and node.kind == AWAIT):
-                yield f"{thread}: {_shown(node)}", self._after(state, thread)
-        for thread, buffer in enumerate(buffers):
+                yield (thread, node), self._after(state, thread)
+        for thread, buffer in enumerate(buffers if self.weak else ()):
             wanted = {each for other, node in enumerate(nodes) if other != thread for each in _accessed(node)}
             seen = set()
             for place, item in enumerate(buffer):
                 if item.address in wanted - seen:
                     left, after = list(buffers), list(words)
                     self._drain(after, left, thread, place)
-                    what = f"{item.value} reaches {item.address - SHARED:#x}"
-                    yield f"{thread}: {what}", self._settle(list(nodes), after, left)
+                    yield (thread, item), self._settle(list(nodes), after, left)
                 seen.add(item.address)
 
     def _drain(self, words: list[Any], buffers: list[Buffer], thread: int, place: int) -> None:
@@ -172,18 +187,20 @@ class Explorer:
                     words[self._at(item.address)] = item.value
             check(functools.partial(self._look, words))
 
-    def _story(self, known: Mapping[State, tuple[State, str] | None], state: State) -> str:
+    def _story(self, known: Mapping[State, tuple[State, Step] | None], state: State) -> str:
         """Describe the steps to a state and the next step of each thread."""
         steps = [f"{thread} is at {_shown(node)}" for thread, node in enumerate(state[0])]
         while (before := known[state]) is not None:
-            state, step = before
-            steps.append(step)
+            state, (thread, what) = before
+            steps.append(f"{thread}: {_shown(what)}")
         return "\n".join(reversed(steps))
 
     def _at(self, address: int) -> int:
         """Describe the address of a shared word."""
-        assert address % 8 == 0
-        place = self._index.setdefault(address, len(self._index))
+        place = self._index.get(address)
+        if place is None:
+            assert address % 8 == 0
+            place = self._index[address] = len(self._index)
         if place >= self._room:
             raise _Full
         return place
@@ -191,7 +208,11 @@ class Explorer:
     def _after(self, state: State, thread: int) -> State:
         """Return the state after a thread's step."""
         nodes, words, buffers = list(state[0]), list(state[1]), list(state[2])
-        node = nodes[thread]
+        self._step(thread, nodes, words, buffers)
+        return self._settle(nodes, words, buffers)
+
+    def _step(self, thread: int, nodes: list[Node], words: list[Any], buffers: list[Buffer]) -> None:
+        before = node = nodes[thread]
         kind, value = node.kind, 0
         if self.weak == ALL and kind == STORE:
             buffers[thread] += (Buffered(node.address, node.value, True),)
@@ -215,13 +236,43 @@ class Explorer:
         node = self._follow(node, value, words)
         if kind in (READ, LOAD):
             others = {
-                item.address for other in range(self.threads) if other != thread for item in buffers[other]
+                item.address for other, buffer in enumerate(buffers) if other != thread for item in buffer
             }
             while node.kind == READ and node.address not in others:
                 node = self._follow(node, self._seen(words, buffers[thread], node.address), words)
         nodes[thread] = node
-        self._mark(thread, node, () if kind in (STORE, SWAP) else state[0][thread].pending, words, buffers)
-        return self._settle(nodes, words, buffers)
+        self._mark(thread, node, () if kind in (STORE, SWAP) else before.pending, words, buffers)
+
+    def _is_own(self, thread: int, node: Node) -> bool:
+        """Return whether no other thread can notice or change a thread's next step, as far as is known."""
+        own, others = 1 << thread, ~(1 << thread)
+        if node.kind in (READ, LOAD):
+            if self._writers.get(node.address, 0) & others:
+                return False
+            self._trusting[node.address] = self._trusting.get(node.address, 0) | own
+            return True
+        if self.weak or node.kind not in (STORE, SWAP):
+            return False
+        addresses = [node.address, *(address for address, _ in node.pending)]
+        if any(self._users.get(address, 0) & others for address in addresses):
+            return False
+        for address in addresses:
+            self._owning[address] = own
+        return True
+
+    def _learn(self, thread: int, node: Node) -> None:
+        """Note which words a thread accesses at a new position."""
+        own, others = 1 << thread, ~(1 << thread)
+        stored = [address for address, _ in node.pending]
+        stored += [node.address] if node.kind in (STORE, SWAP) else []
+        for address in (*stored, *_accessed(node)):
+            self._users[address] = self._users.get(address, 0) | own
+            if self._owning.get(address, 0) & others:
+                raise _Shared
+        for address in stored:
+            self._writers[address] = self._writers.get(address, 0) | own
+            if self._trusting.get(address, 0) & others:
+                raise _Shared
 
     def _mark(
         self,
@@ -242,8 +293,10 @@ class Explorer:
 
     def _seen(self, words: list[Any], own: Buffer, address: int) -> Any:
         """Return the value that a thread with the buffer `own` sees."""
-        latest = [item.value for item in own if item.address == address]
-        return latest[-1] if latest else self._look(words, address)
+        for item in reversed(own):
+            if item.address == address:
+                return item.value
+        return self._look(words, address)
 
     def _look(self, words: list[Any], address: int) -> Any:
         found = words[self._at(address)]
@@ -251,12 +304,16 @@ class Explorer:
         return found
 
     def _settle(self, nodes: list[Node], words: list[Any], buffers: list[Buffer]) -> State:
-        """Take all steps that are waits and can end."""
-        moved = True
-        while moved:
-            moved = False
+        """Take all steps that are waits and can end, and those that concern no other thread."""
+        moved, rounds = True, 0
+        while moved and rounds < _ROUNDS:
+            moved, rounds = False, rounds + 1
             for thread, node in enumerate(nodes):
                 own = buffers[thread]
+                if self._is_own(thread, node):
+                    self._step(thread, nodes, words, buffers)
+                    moved = True
+                    continue
                 if node.kind == AWAIT and self._seen(words, own, node.address) >= node.value:
                     nodes[thread] = self._follow(node, True, words)
                 elif node.kind == REST and any(
@@ -274,6 +331,7 @@ class Explorer:
             if root.at is None:
                 self._roots[root] = Node(root, (), END, 0, 0)
                 self._roots[root].pending = root.pending
+                self._learn(root.thread, self._roots[root])
             else:
                 self._roots[root] = self._follow(Node(root, (), "", 0, 0), None, [])
         return self._roots[root]
@@ -289,10 +347,12 @@ class Explorer:
         log = node.log if node.kind == "" else (*node.log, value)
         for address, found in machine.trail:
             inner = node.children[value] = Node(root, log, READ, address, 0)
+            self._learn(root.thread, inner)
             node, value, log = inner, found, (*log, found)
         if at is None:
             after = Node(root, log, *machine.stop)
             after.pending = tuple(machine.pending.items())
+            self._learn(root.thread, after)
         else:
             pending = tuple(machine.pending.items())
             after = self._enter(Root(root.thread, *_frozen(*at, machine.private), pending))
@@ -311,6 +371,8 @@ def _frozen(at: Hashable, private: Mapping[int, Any]) -> tuple[Hashable, tuple[t
     return at, tuple(sorted((address, value) for address, value in private.items() if value != 0))
 
 
-def _shown(node: Node) -> str:
+def _shown(node: Node | Buffered) -> str:
+    if isinstance(node, Buffered):
+        return f"{node.value} reaches {node.address - SHARED:#x}"
     where = f" {node.address - SHARED:#x}" if node.address else ""
     return f"{node.root.at}: {node.kind}{where} {node.value or ''}"

@@ -241,7 +241,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_schedule(name: str) -> None:
-    assert explore(*PROGRAMS[name]) > 80
+    assert explore(*PROGRAMS[name]) > 50
 
 
 FOUR_SENDS = "isend 0 1, isend 0 1, isend 0 1, isend 0 1"
@@ -254,7 +254,7 @@ OTHERS: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("first", "second", "how"), OTHERS)
 def test_other_ways_every_schedule(first: str, second: str, how: dict[str, Any]) -> None:
-    assert explore(first, second, **how) > 50
+    assert explore(first, second, **how) > 30
 
 
 LONG = PROGRAMS["longer than the ring"]

@@ -32,7 +32,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("hurried", [False, True], ids=["", "hurried"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_two_ranks_every_schedule(name: str, hurried: bool) -> None:
-    assert explore(2, PROGRAMS[name], again=True, hurried=hurried) > 100
+    assert explore(2, PROGRAMS[name], again=True, hurried=hurried) > 50
 
 
 OTHERS: list[tuple[int, str, dict[str, Any]]] = [
