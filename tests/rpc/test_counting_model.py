@@ -9,9 +9,9 @@ message or unnoticed death is left, all ledgers are empty.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -55,11 +55,10 @@ def frozen(ledger: Ledger) -> Any:
     )
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     ledgers: tuple[Ledger, ...]
+    numbers: tuple[int, ...]  # of the ledgers, to be compared
     objects: tuple[tuple[Reference, ...], ...]  # of each worker
-    frozen: tuple[Any, ...]  # the ledgers, to be compared
     in_flight: frozenset[InFlight] = frozenset()  # under way
     routes: tuple[tuple[int, int], ...] = ()  # not used yet
     mortal: tuple[int, ...] = ()
@@ -67,13 +66,21 @@ class State:
     gone: frozenset[int] = frozenset()
     made: bool = False  # the owner, worker 0, has made the value
 
-    def key(self) -> Any:
-        """Return all but the ledgers, which `frozen` represents."""
-        return tuple(vars(self).values())[1:]
+
+class Turn(NamedTuple):
+    """A call of a worker's ledger: the ledger afterwards and its number, the messages sent, and the result."""
+
+    rank: int
+    ledger: Ledger
+    number: int
+    sent: frozenset[InFlight]
+    result: Any
 
 
 class Model:
     """The transitions of `size` workers.
+
+    Many states have the same ledger of a worker, so each call of a ledger runs once, and its result is kept.
 
     Args:
         routes: (from, to): messages that hold a reference, each sent at most once, and in any order.
@@ -97,18 +104,20 @@ class Model:
         objects = tuple((ref,) if rank == maker else () for rank in range(size))
         in_flight = frozenset({(maker, 0, REMOTE, ref)} if maker else ())
         self.rref, self.keepers = ref.rref, keepers
+        self.numbers: dict[Any, int] = {}
+        self.turns: dict[Any, Turn] = {}
         fields = {"routes": tuple(routes), "mortal": mortal, "made": maker == 0}
-        self.start = State(ledgers, objects, tuple(map(frozen, ledgers)), in_flight, **fields)
+        self.start = State(ledgers, tuple(map(self.number, ledgers)), objects, in_flight, **fields)
 
     def explore(self) -> int:
         """Visit every reachable state; returns their number."""
-        known, todo = {self.start.key()}, [self.start]
+        known, todo = {self.start[1:]}, [self.start]
         while todo:
             state = todo.pop()
             self.check(state)
             for after in self.steps(state):
-                if (key := after.key()) not in known:
-                    known.add(key)
+                if after[1:] not in known:  # the numbers stand for the ledgers
+                    known.add(after[1:])
                     todo.append(after)
         return len(known)
 
@@ -135,45 +144,54 @@ class Model:
         for seer, dead in state.unseen:
             yield self.see(state, seer, dead)
 
-    def act(
-        self, state: State, rank: int, ledger: Ledger, more: tuple[InFlight, ...] = (), **fields: Any
-    ) -> State:
-        """Return the state after a step of `rank` whose result is `ledger`."""
-        sent = {(rank, to, *message) for to, message in ledger.outbox} | set(more)
-        ledger.outbox.clear()
+    def number(self, ledger: Ledger) -> int:
+        return self.numbers.setdefault(frozen(ledger), len(self.numbers))
+
+    def turn(self, state: State, rank: int, method: str, *args: Any) -> Turn:
+        """Call a method of a copy of a worker's ledger."""
+        key = rank, state.numbers[rank], method, args
+        if key not in self.turns:
+            ledger = copied(state.ledgers[rank])
+            result = getattr(ledger, method)(*args)
+            sent = frozenset((rank, to, *message) for to, message in ledger.outbox)
+            ledger.outbox.clear()
+            self.turns[key] = Turn(rank, ledger, self.number(ledger), sent, result)
+        return self.turns[key]
+
+    def act(self, state: State, turn: Turn, more: tuple[InFlight, ...] = (), **fields: Any) -> State:
+        """Return the state after a worker's turn."""
         in_flight = fields.pop("in_flight", state.in_flight)
-        in_flight |= {message for message in sent if message[1] not in state.gone}
-        return replace(
-            state,
-            ledgers=with_item(state.ledgers, rank, ledger),
-            frozen=with_item(state.frozen, rank, frozen(ledger)),
+        in_flight |= {message for message in (*turn.sent, *more) if message[1] not in state.gone}
+        return state._replace(
+            ledgers=with_item(state.ledgers, turn.rank, turn.ledger),
+            numbers=with_item(state.numbers, turn.rank, turn.number),
             in_flight=in_flight,
             **fields,
         )
 
     def release(self, state: State, rank: int, ref: Reference) -> State:
-        ledger = copied(state.ledgers[rank])
-        ledger.release(ref)
         left = tuple(other for other in state.objects[rank] if other != ref)
-        return self.act(state, rank, ledger, objects=with_item(state.objects, rank, left))
+        turn = self.turn(state, rank, "release", ref)
+        return self.act(state, turn, objects=with_item(state.objects, rank, left))
 
     def pass_on(self, state: State, route: tuple[int, int], ref: Reference) -> State:
         rank, to = route
-        ledger = copied(state.ledgers[rank])
-        child = ledger.pass_on(ref, to)
+        turn = self.turn(state, rank, "pass_on", ref, to)
         routes = list(state.routes)
         routes.remove(route)
-        return self.act(state, rank, ledger, ((rank, to, PASS, child),), routes=tuple(routes))
+        return self.act(state, turn, ((rank, to, PASS, turn.result),), routes=tuple(routes))
 
     def deliver(self, state: State, message: InFlight) -> State:
         sender, rank, *rest = message
         fields: dict[str, Any] = {"in_flight": state.in_flight - {message}}
-        ledger = copied(state.ledgers[rank])
         if rest[0] == PASS:
-            if ledger.take_in(rest[1], sender):
+            turn = self.turn(state, rank, "take_in", rest[1], sender)
+            if turn.result:
                 fields["objects"] = with_item(state.objects, rank, (*state.objects[rank], rest[1]))
-        elif rest[0] == REMOTE:
-            ledger.handle(sender, CountingMessage(counting.FORK, rest[1], sender))
+            return self.act(state, turn, **fields)
+        ledger = state.ledgers[rank]
+        if rest[0] == REMOTE:
+            received = CountingMessage(counting.FORK, rest[1], sender)
             fields["made"] = state.made or sender not in ledger.dead
         else:
             received = CountingMessage(*rest)
@@ -181,15 +199,13 @@ class Model:
                 assert received.ref is not None
                 known = received.ref.fork in ledger.forks.get(received.ref.rref, {})
                 assert known, f"the end of a reference that the owner does not know: {state}"
-            ledger.handle(sender, received)
-        return self.act(state, rank, ledger, **fields)
+        return self.act(state, self.turn(state, rank, "handle", sender, received), **fields)
 
     def die(self, state: State, rank: int) -> State:
         gone = state.gone | {rank}
         seers = [seer for seer in range(len(state.ledgers)) if seer not in gone]
         unseen = [(seer, dead) for seer, dead in state.unseen if seer != rank]
-        return replace(
-            state,
+        return state._replace(
             objects=with_item(state.objects, rank, ()),
             in_flight=frozenset(message for message in state.in_flight if message[1] != rank),
             mortal=tuple(other for other in state.mortal if other != rank),
@@ -198,12 +214,9 @@ class Model:
         )
 
     def see(self, state: State, seer: int, dead: int) -> State:
-        ledger = copied(state.ledgers[seer])
-        ledger.died(dead)
         return self.act(
             state,
-            seer,
-            ledger,
+            self.turn(state, seer, "died", dead),
             in_flight=frozenset(message for message in state.in_flight if message[:2] != (dead, seer)),
             unseen=tuple(pair for pair in state.unseen if pair != (seer, dead)),
         )
