@@ -145,9 +145,15 @@ def assert_reduced(got: Array, want: Array, what: object = "") -> None:
 def cases(world_size: int) -> Iterator[tuple[np.dtype[Any], ReduceOp, int]]:
     """Every dtype with each of its operations, every dtype with every count, and every operation with every count.
 
-    A count says how elements are divided, and an operation how two of them combine: of a dtype's operations, one has
-    every other count, and the next one the others.
+    A count says how elements are divided, and an operation how two of them combine: an operation of a dtype has every
+    third count, and the dtype's next two operations the others.
     """
     for first, dtype in enumerate(DTYPES):
         for second, op in enumerate(ops_for(dtype)):
-            yield from ((dtype, op, count) for count in counts(world_size)[(first + second) % 2 :: 2])
+            yield from ((dtype, op, count) for count in counts(world_size)[(first + second) % 3 :: 3])
+
+
+def moves(world_size: int) -> Iterator[tuple[np.dtype[Any], int]]:
+    """Every dtype that can be moved with every third count, and every count with elements of 1 to 16 bytes."""
+    for number, dtype in enumerate(MOVABLE):
+        yield from ((dtype, count) for count in counts(world_size)[number % 3 :: 3])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import oracle
 import pytest
-from oracle import assert_same, counts, values
+from oracle import assert_same, moves, values
 
 import fastcoll as dist
 
@@ -19,60 +18,56 @@ def empty(count, dtype):
 
 @pytest.mark.ranks(*WORLDS)
 def test_broadcast(rank, world_size):
-    for dtype in oracle.MOVABLE:
-        for count in counts(world_size):
-            for root in {0, count % world_size, world_size - 1}:
-                want = values(root, count, dtype)
-                x = want.copy() if rank == root else empty(count, dtype)
-                dist.broadcast(x, root)
-                assert_same(x, want, (dtype, count, root))
+    for dtype, count in moves(world_size):
+        for root in {0, count % world_size, world_size - 1}:
+            want = values(root, count, dtype)
+            x = want.copy() if rank == root else empty(count, dtype)
+            dist.broadcast(x, root)
+            assert_same(x, want, (dtype, count, root))
 
 
 @pytest.mark.ranks(*WORLDS)
 def test_all_gather(rank, world_size):
-    for dtype in oracle.MOVABLE:
-        for count in counts(world_size):
-            inputs = [values(r, count, dtype) for r in range(world_size)]
-            outs = [empty(count, dtype) for _ in range(world_size)]
-            dist.all_gather(outs, inputs[rank])
-            for got, want in zip(outs, inputs, strict=True):
-                assert_same(got, want, (dtype, count))
-            flat = empty(count * world_size, dtype)
-            dist.all_gather_into_tensor(flat, inputs[rank])
-            assert_same(flat, np.concatenate(inputs).astype(dtype), (dtype, count))
+    for dtype, count in moves(world_size):
+        inputs = [values(r, count, dtype) for r in range(world_size)]
+        outs = [empty(count, dtype) for _ in range(world_size)]
+        dist.all_gather(outs, inputs[rank])
+        for got, want in zip(outs, inputs, strict=True):
+            assert_same(got, want, (dtype, count))
+        flat = empty(count * world_size, dtype)
+        dist.all_gather_into_tensor(flat, inputs[rank])
+        assert_same(flat, np.concatenate(inputs).astype(dtype), (dtype, count))
 
 
 @pytest.mark.ranks(*WORLDS)
 @pytest.mark.parametrize("uneven", [0, 1])
 def test_gathers_and_scatter(rank, world_size, uneven):
-    for number, dtype in enumerate(oracle.MOVABLE):
-        for count in counts(world_size):
-            root = number % world_size
-            inputs = [values(r, count + uneven * r, dtype) for r in range(world_size)]
-            outs, everywhere = ([empty(x.size, dtype) for x in inputs] for _ in range(2))
-            dist.gather(inputs[rank], outs if rank == root else None, root)
-            dist.all_gather(everywhere, inputs[rank])
-            for got, want in zip([*everywhere, *(outs if rank == root else ())], inputs * 2, strict=False):
-                assert_same(got, want, (dtype, count, root))
-            out = empty(count + uneven * rank, dtype)
-            dist.scatter(out, inputs if rank == root else None, root)
-            assert_same(out, inputs[rank], (dtype, count, root))
+    for number, (dtype, count) in enumerate(moves(world_size)):
+        root = number % world_size
+        inputs = [values(r, count + uneven * r, dtype) for r in range(world_size)]
+        outs, everywhere = ([empty(x.size, dtype) for x in inputs] for _ in range(2))
+        dist.gather(inputs[rank], outs if rank == root else None, root)
+        dist.all_gather(everywhere, inputs[rank])
+        for got, want in zip([*everywhere, *(outs if rank == root else ())], inputs * 2, strict=False):
+            assert_same(got, want, (dtype, count, root))
+        out = empty(count + uneven * rank, dtype)
+        dist.scatter(out, inputs if rank == root else None, root)
+        assert_same(out, inputs[rank], (dtype, count, root))
 
 
 @pytest.mark.ranks(*WORLDS)
 def test_gather_and_scatter_of_one_array(rank, world_size):
-    for number, dtype in enumerate(oracle.MOVABLE):
-        for count in counts(world_size):
-            root = number % world_size
-            inputs = [values(r, count, dtype) for r in range(world_size)]
-            want = np.concatenate(inputs).astype(dtype)
-            joined = empty(count * world_size, dtype) if rank == root else None
-            dist.gather_single(inputs[rank], joined, root)
-            if rank == root:
-                assert_same(joined, want, (dtype, count, root))
-            out = empty(count, dtype)
-            dist.scatter_single(out, want if rank == root else None, root)
-            assert_same(out, inputs[rank], (dtype, count, root))
+    for number, (dtype, count) in enumerate(moves(world_size)):
+        root = number % world_size
+        inputs = [values(r, count, dtype) for r in range(world_size)]
+        want = np.concatenate(inputs).astype(dtype)
+        joined = empty(count * world_size, dtype) if rank == root else None
+        dist.gather_single(inputs[rank], joined, root)
+        if rank == root:
+            assert_same(joined, want, (dtype, count, root))
+        out = empty(count, dtype)
+        dist.scatter_single(out, want if rank == root else None, root)
+        assert_same(out, inputs[rank], (dtype, count, root))
 
 
 @pytest.mark.ranks(2, 3)
@@ -96,14 +91,13 @@ def test_all_to_all(rank, world_size, uneven):
     def block(src, dst, count, dtype):
         return values(src, count + uneven * (src + 2 * dst), dtype, dst)
 
-    for dtype in oracle.MOVABLE:
-        for count in counts(world_size):
-            blocks = [block(rank, p, count, dtype) for p in range(world_size)]
-            wants = [block(p, rank, count, dtype) for p in range(world_size)]
-            outs = [np.zeros_like(want) for want in wants]
-            dist.all_to_all(outs, blocks)
-            for got, want in zip(outs, wants, strict=True):
-                assert_same(got, want, (dtype, count))
+    for dtype, count in moves(world_size):
+        blocks = [block(rank, p, count, dtype) for p in range(world_size)]
+        wants = [block(p, rank, count, dtype) for p in range(world_size)]
+        outs = [np.zeros_like(want) for want in wants]
+        dist.all_to_all(outs, blocks)
+        for got, want in zip(outs, wants, strict=True):
+            assert_same(got, want, (dtype, count))
 
 
 @pytest.mark.ranks(*WORLDS)
