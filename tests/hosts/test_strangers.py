@@ -1,4 +1,4 @@
-"""Attacks on every listening socket of running jobs, on one host and on four, by all attacks of attacks.py.
+"""Attacks on every listening socket of running jobs, on one host and on two, by all attacks of attacks.py.
 
 The attackers start before the ranks, have recorded the network, and reach every port. The job must start and run,
 answer them with challenges only, and not grow.
@@ -79,8 +79,8 @@ def own_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-def test_every_listening_socket_of_a_job_on_four_hosts(join_hosts: Join, tmp_path: Path) -> None:
-    attack_all(join_hosts(4), 2, tmp_path)
+def test_every_listening_socket_of_a_job_on_two_hosts(join_hosts: Join, tmp_path: Path) -> None:
+    attack_all(join_hosts(2), 2, tmp_path)
 
 
 @pytest.mark.timed
