@@ -16,7 +16,7 @@ import fastcoll.callers.njit
 from fastcoll.callers import keywords
 
 
-@numba.njit
+@numba.njit(cache=True)
 def shared(x, group):
     try:
         dist.broadcast(x, group_src=1, group=group)

@@ -260,14 +260,14 @@ def divide(out, x, of_out, of_x):
 def test_split_sizes(rank, world_size):
     ranks = range(world_size)
     given, taken = [rank + 2 * other for other in ranks], [other + 2 * rank for other in ranks]  # one is 0
-    for tail, dtype in (((), np.float64), ((2,), np.int8)):
+    # Each pair of types compiles anew.
+    for tail, dtype, kind in (((), np.float64, tuple), ((), np.float64, np.array), ((2,), np.int8, np.array)):
         x = np.concatenate([np.full((n, *tail), 10 * rank + to, dtype) for to, n in enumerate(given)])
         want = np.concatenate([np.full((n, *tail), 10 * to + rank, dtype) for to, n in enumerate(taken)])
-        for kind in (tuple, np.array):
-            for _ in range(2):  # first by Python, then by the native call
-                out = np.zeros_like(want)
-                divide(out, x, kind(taken), kind(given))
-                assert_same(out, want, (kind, tail))
+        for _ in range(2):  # first by Python, then by the native call
+            out = np.zeros_like(want)
+            divide(out, x, kind(taken), kind(given))
+            assert_same(out, want, (kind, tail))
         out = np.zeros_like(want)
         if rank:
             divide(out, x, np.array(taken), np.array(given))
@@ -287,38 +287,38 @@ def test_split_sizes(rank, world_size):
 
 
 @numba.njit(cache=True)
-def reduce_parts(out, x, sizes, op=dist.ReduceOp.SUM):
+def reduce_parts(out, x, sizes, op):
     dist.reduce_scatter_tensor(out, x, op, input_split_sizes=sizes)
 
 
 @pytest.mark.ranks(2, 3)  # the first world compiles the native call
 def test_reduce_scatter_of_parts(rank, world_size):
     sizes = [2 * other for other in range(world_size)]  # rank 0 has none
-    for tail, dtype in (((), np.float64), ((2,), np.int8)):
+    for tail, dtype, kind in (((), np.float64, tuple), ((2,), np.int8, np.array)):  # each compiles anew
         x = np.concatenate([np.full((n, *tail), rank + 10 * to, dtype) for to, n in enumerate(sizes)])
         total, most = sum(range(world_size)) + 10 * rank * world_size, world_size - 1 + 10 * rank
         for op, number in ((ReduceOp.SUM, total), (ReduceOp.MAX, most)):
             want = np.full((sizes[rank], *tail), number, dtype)
-            for given in (tuple(sizes), np.array(sizes), sizes):
+            for from_python in (False, rank > 0):  # calls from Python meet one from compiled code
                 out = np.zeros_like(want)
-                if given is sizes and rank:  # a call from Python meets one from compiled code
+                if from_python:
                     dist.reduce_scatter_tensor(out, x, op, input_split_sizes=sizes)
                 else:
-                    reduce_parts(out, x, tuple(given), op)
-                assert_same(out, want, (given, tail))
-    x, even = np.ones(2 * world_size), (2,) * world_size
+                    reduce_parts(out, x, kind(sizes), op)
+                assert_same(out, want, (kind, tail))
+    x, even = np.ones(2 * world_size), np.full(world_size, 2)
     for wrong in wrong_sizes(world_size):
         with pytest.raises(dist.UsageError, match=rf"split sizes must be {world_size} numbers >= 0"):
-            reduce_parts(np.ones(2), x, wrong)
+            reduce_parts(np.ones(2), x, np.array(wrong), ReduceOp.SUM)
     with pytest.raises(dist.UsageError, match="must have the same dtype and number of elements"):
-        reduce_parts(np.ones(3), x, even)
-    other = (1, 3, *even[2:]) if rank == 1 else (3, 1, *even[2:])
+        reduce_parts(np.ones(3), x, even, ReduceOp.SUM)
+    other = np.array((1, 3, *even[2:]) if rank == 1 else (3, 1, *even[2:]))
     with pytest.raises(
         dist.MismatchError, match="rank 1 gives 8 bytes for rank 0, expected 24 as rank 0 gives"
     ):
-        reduce_parts(np.ones(other[rank]), x, other)
+        reduce_parts(np.ones(other[rank]), x, other, ReduceOp.SUM)
     out = np.ones(2)
-    reduce_parts(out, x, even)
+    reduce_parts(out, x, even, ReduceOp.SUM)
     assert (out == world_size).all()
 
 
@@ -381,13 +381,13 @@ def test_a_call_times_out_if_a_peer_is_late(rank, world_size):
     dist.barrier()
 
 
-@numba.njit
+@numba.njit(cache=True)
 def total_after(begun, x):
     begun[0] = 1
     dist.all_reduce(x)
 
 
-@numba.njit(nogil=True)
+@numba.njit(cache=True, nogil=True)
 def caught_after(begun, x):
     begun[0], raised = 1, 0
     for _ in range(2):

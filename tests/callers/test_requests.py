@@ -128,12 +128,12 @@ def test_exchanges_tests_and_messages_to_oneself(rank, world_size):
             assert_same(y, np.ones((4, 6)), "polled")
 
 
-@numba.njit
+@numba.njit(cache=True)
 def _posted(count, value, peer):
     return dist.isend(np.full(count, value), peer)
 
 
-@numba.njit
+@numba.njit(cache=True)
 def forgotten(count, value, peer):
     """Send arrays without other references; other arrays are allocated before the messages are read."""
     first, second = _posted(count, value, peer), _posted(count, value + 1, peer)
@@ -191,12 +191,12 @@ def test_a_completed_request_among_others_is_released(rank, world_size):
             assert handles._works == before
 
 
-@numba.njit
+@numba.njit(cache=True)
 def begun(x, y, peer):
     return dist.irecv(y, peer), dist.isend(x, peer)
 
 
-@numba.njit
+@numba.njit(cache=True)
 def around_a_barrier(x, y, peer):
     taken, sent = begun(x, y, peer)
     dist.barrier()
@@ -261,7 +261,7 @@ def test_a_request_is_handed_to_python_or_collected_but_not_both(rank, world_siz
     assert native_call(d.WAIT).call(mailbox, number, 0, 0, 0, 0) == LATER  # it is Python's
 
 
-@numba.njit(nogil=True)
+@numba.njit(cache=True, nogil=True)
 def from_a_thread(x, y, peer, tag, times):
     for k in range(times):
         x[0] = k
