@@ -33,6 +33,7 @@ def send(
     Raises:
         UsageError: an argument is wrong, or the array cannot hold the message (MismatchError); the group stays usable.
         GroupError: a rank died (PeerDiedError), or did not call in time (CollectiveTimeoutError); the group has failed.
+        ResourceError: /dev/shm has no room for the first message to `dst`; the group has failed.
     """
     g = groups.world if group is None else member_of(group, "send")
     if g is None:
@@ -98,6 +99,7 @@ def isend(
     Raises:
         UsageError: an argument is wrong, or the array cannot hold the message (MismatchError); the group stays usable.
         GroupError: a rank died (PeerDiedError), or did not call in time (CollectiveTimeoutError); the group has failed.
+        ResourceError: /dev/shm has no room for the first message to `dst`; the group has failed.
     """
     if group is None and group_dst is None and dst is not None:
         return groups.world.fast.isend(tensor, dst, tag)

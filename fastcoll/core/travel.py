@@ -81,9 +81,12 @@ def checked(travel: Any, x: Any, op: ReduceOp, lost: Any) -> Narrow:
     """Return how an array travels, or refuse the arguments.
 
     Raises:
-        UsageError: the type is unknown, or the reduction is not SUM or AVG.
+        UsageError: the type is unknown or missing, or the reduction is not SUM or AVG.
         ArrayError: an array does not suit.
     """
+    if travel is None:
+        names = ", ".join(map(repr, TRAVELS))
+        raise UsageError(f"lost is given without travel; give travel, one of {names}, or leave lost out")
     refuse_unknown(travel)
     if not isinstance(op, ReduceOp) or op.code not in (SUM, AVG):
         raise UsageError(f"op is {op!r}; with travel={travel!r} give ReduceOp.SUM or ReduceOp.AVG")

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..core.monitor import Monitor
 from ..core.work import ENDLESS, forks
-from ..errors import AbortedError, GroupError, UsageError
+from ..errors import AbortedError, GroupError, ResourceError, UsageError
 from .checks import Checks
 from .events import BUDGET, POLL, Events
 from .exchange import Exchange
@@ -66,6 +66,7 @@ class Progress:
         self._pipes = self.lock.pipes
         self._polled = False  # whether a thread has called `poll` while another thread drove
         self._given_up: BaseException | None = None  # set if a signal handler closes the group in a call
+        self._shortage: ResourceError | None = None  # set if memory for reaching a peer was missing
 
     def has_operations(self) -> bool:
         """Whether operations are under way or posted."""
@@ -226,12 +227,14 @@ class Progress:
         return self.is_ready(first[0]) if first else None
 
     def connect(self, dst: int) -> None:
-        """Connect to a rank; blocks."""
+        """Connect to a rank; blocks. An error fails the group."""
         pipe, number = self._routes[dst]
         if not pipe.is_ready(number):
             try:
                 pipe.prepare(number)
             except BaseException as error:
+                if isinstance(error, ResourceError):
+                    self._shortage = error
                 self.blame(error, f"reaching {self.monitor.name(dst)}")
                 raise
 
@@ -436,10 +439,13 @@ class Progress:
         self.abort()
 
     def end_all(self, error: BaseException) -> None:
-        """End every operation, whether it is under way or only posted, with an error."""
+        """End every operation, whether it is under way or only posted, with an error.
+
+        If the group has failed because this rank lacks memory, all get the ResourceError, which has the cure.
+        """
         while self.inbox:
             self.exchange.live[self.inbox.popleft()] = None
-        self.exchange.fail(error)
+        self.exchange.fail(self._shortage or error)
 
     def abort(self) -> None:
         """Have all threads that move messages check the group's state at once. Any thread may call this."""

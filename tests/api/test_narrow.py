@@ -52,3 +52,13 @@ def test_a_call_that_one_rank_refuses_changes_nothing_on_the_others(rank: int) -
             dist.all_reduce(x if rank else x.astype("i4"), group=group, travel="int8", lost=lost)
         assert (x == np.float32(0.1)).all()
         assert (lost == np.float32(0.3)).all()
+
+
+@pytest.mark.ranks(2)
+def test_lost_without_travel_is_refused_with_the_cure() -> None:
+    for group in groups():
+        x = np.ones(3, "f4")
+        with pytest.raises(dist.UsageError, match="lost is given without travel; give travel, one of 'bfl"):
+            dist.all_reduce(x, group=group, lost=np.zeros_like(x))
+        dist.all_reduce(x, group=group)
+        assert (x == 2).all()
