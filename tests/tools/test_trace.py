@@ -279,7 +279,7 @@ def test_the_first_call_over_connections_that_are_not_established(tmp_path: Path
     """Rank 1 waits for rank 0 before the call."""
     text = (
         "import signal\nimport numpy as np\nimport fastcoll as dist\ndist.init_process_group('tcp', timeout=60)\n"
-        "dist.group.WORLD.timeout = 0.5\nif dist.get_rank() == 0: signal.pause()\ndist.all_reduce(np.ones(4))\n"
+        "dist.group.WORLD.timeout = 0.5\nwhile dist.get_rank() == 0: signal.pause()\ndist.all_reduce(np.ones(4))\n"
     )
     found = report(job(tmp_path, "", "", "-n2", text=text))
     assert "waits for rank 0" in found or "which rank 0 never called" in found, found
