@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,21 +29,36 @@ from .validate import BY_CALL, MEMO_PROBES, memo_slot
 
 BUDGET = 50_000_000  # ns that a kernel may wait before Python checks signals, deadlines and peers
 
-# Numbers of polls and then of yields before a waiting rank sleeps. If every rank has a core of its own, it polls for 20
-# to 50 us, longer than any peer's lag in a tight loop (Zen 5: 15 ns a pause). With fewer cores, a polling rank keeps
-# its peer from running: 4 ranks on 2 cores take 3.4 us if they yield at once and 25 us if they yield after 1000 polls.
-_DEDICATED = (2000, 200)
-_OVERSUBSCRIBED = (0, 1000)
-# A rank that sleeps returns 0.1 ms after its peer has come. A caller with a core of its own has nothing else to do, so
-# it first yields for about 1 ms, which covers the usual lags of ranks that compute. On the progress thread that would
-# take the core from its owner's computation.
-_CALLER_YIELDS = 3000
-
 _BRIEF_BUDGET = 100_000  # ns that a run of an entry with the tag BRIEF may work
 
 
-def backoff(ranks: int, cores: int) -> tuple[int, int]:
-    """Return the numbers of polls and yields before sleeping, for `ranks` ranks on `cores` cores."""
+class BackoffCounts(NamedTuple):
+    """How often a thread that waits for peers polls and yields before it sleeps.
+
+    Attributes:
+        spins: the polls before the first yield.
+        yields: the yields of a progress thread.
+        caller_yields: the yields of any other thread.
+    """
+
+    spins: int
+    yields: int
+    caller_yields: int
+
+
+# If every rank has a core of its own, it polls for 20 to 50 us, longer than any peer's lag in a tight loop (Zen 5: 15
+# ns a pause). With fewer cores, a polling rank keeps its peer from running: 4 ranks on 2 cores take 3.4 us if they
+# yield at once and 25 us if they yield after 1000 polls.
+#
+# A rank that sleeps returns 0.1 ms after its peer has come. A caller with a core of its own has nothing else to do, so
+# it first yields for about 1 ms, which covers the usual lags of ranks that compute. On the progress thread that would
+# take the core from its owner's computation.
+_DEDICATED = BackoffCounts(2000, 200, 3000)
+_OVERSUBSCRIBED = BackoffCounts(0, 1000, 1000)
+
+
+def backoff(ranks: int, cores: int) -> BackoffCounts:
+    """Return how to wait in a group of `ranks` ranks on `cores` cores; for collectives and messages."""
     return _DEDICATED if ranks <= cores else _OVERSUBSCRIBED
 
 
@@ -102,12 +117,11 @@ class ShmContext:
         algorithms = ctypes.c_int64.from_address(base + 8 * ALGORITHMS).value
         words[at.ALGORITHMS], words[at.DIRECT_FROM] = algorithms & ~(1 << autotune.DIRECT), autotune.NEVER
         words[at.NDARRAY], words[at.TUPLE], words[at.NONE] = id(np.ndarray), id(tuple), id(None)
-        spins, yields = backoff(layout.size, cores)
+        spins, yields, caller_yields = backoff(layout.size, cores)
         words[at.BACKOFF + waiting.SPINS], words[at.BACKOFF + waiting.YIELDS] = spins, yields
         words[at.BACKOFF + waiting.BUDGET] = BUDGET
         words[at.PENDING_WAIT : at.PENDING_WAIT + at.WAIT_WORDS] = spins, yields, BUDGET
-        full = _CALLER_YIELDS if layout.size <= cores else yields
-        words[at.FULL_WAIT : at.FULL_WAIT + at.WAIT_WORDS] = spins, full, BUDGET
+        words[at.FULL_WAIT : at.FULL_WAIT + at.WAIT_WORDS] = spins, caller_yields, BUDGET
         self.wait_briefly(spins, waiting.NEVER)
         words[at.ARENA] = address_of(_NO_ARENA)
         self._alive: list[Any] = []

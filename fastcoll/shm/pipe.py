@@ -20,7 +20,7 @@ from ..p2p.pipe import Ack, Begun, Header, Posted, WordPipe
 from ..p2p.transfers import Send, Transfer
 from . import autotune, requests, ring_kernels
 from . import rings as words
-from .context import BUDGET
+from .context import BUDGET, BackoffCounts
 from .reach import unreadable
 from .segment import Segment
 
@@ -32,19 +32,20 @@ class RingPipe(WordPipe):
         segment: the ranks' segment.
         rank: this process's rank.
         monitor: the monitor of the segment's ranks.
-        backoff: numbers of polls and then of yields before a waiting kernel sleeps.
+        backoff: how the group's ranks wait.
         context: address of the group's context.
     """
 
     attends = True
 
     def __init__(
-        self, segment: Segment, rank: int, monitor: Monitor, backoff: tuple[int, int], context: int
+        self, segment: Segment, rank: int, monitor: Monitor, backoff: BackoffCounts, context: int
     ) -> None:
         layout = segment.layout
         super().__init__(words, words.MAILBOX_WORDS, words.CHANNEL_WORDS, layout.size)
         self._segment, self._rank, self._monitor = segment, rank, monitor
-        self.table[waiting.SPINS], self.table[waiting.YIELDS] = backoff
+        self.table[waiting.SPINS], self.table[waiting.YIELDS] = backoff.spins, backoff.caller_yields
+        self.table[words.BACKGROUND_YIELDS] = backoff.yields
         self.table[waiting.BUDGET] = BUDGET
         self.table[words.CHANNELS] = address_of(self.rows)
         self.table[words.SIZE] = layout.size

@@ -21,9 +21,10 @@ from ..kernels.primitives import (
     store_release,
     store_word,
     swap_if_equal,
+    this_thread,
 )
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
-from ..kernels.waiting import moved, rest, seize_unless
+from ..kernels.waiting import YIELDS, moved, rest, seize_unless
 from ..p2p.pipe import (
     ACK_SPACE,
     ACKED,
@@ -322,7 +323,12 @@ def advance(mailbox: Index, handled: Index, wait: Index) -> int:
     m = integer(mailbox)
     if load_word(m, r.RETURNED) > integer(handled):
         return load_word(m, r.EVENT)
-    return _return_event(m, _advance(m, False, integer(wait) != 0))
+    yields = load_word(m, YIELDS)
+    if this_thread() == load_word(m, r.REQUESTS + r.ATTENDANT):
+        store_word(m, YIELDS, load_word(m, r.BACKGROUND_YIELDS))
+    event = _advance(m, False, integer(wait) != 0)
+    store_word(m, YIELDS, yields)
+    return _return_event(m, event)
 
 
 @kernel

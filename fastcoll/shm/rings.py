@@ -76,6 +76,7 @@ SOURCE = BELL + 6  # of a receive from any rank: the chosen rank plus 1; 0: none
 BUSY = BELL + 7  # not 0: a thread drives the rings
 BEHIND = BELL + 8  # not 0: the engine (p2p/engine.py) has operations, or the mailbox has ended
 CONTEXT = BELL + 9  # address of the group's context (context_layout.py), whose memo has the dtypes
+BACKGROUND_YIELDS = BELL + 10  # YIELDS of the polling table while the engine's thread waits
 RETURNED = BELL + 11  # events that `advance` has returned
 EVENT = BELL + 12  # the last of these events
 DIRECT_FROM = BELL + 13  # bytes from which on a send may be direct

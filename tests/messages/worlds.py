@@ -27,6 +27,7 @@ from fastcoll.net.tcp.pipe import TcpPipe
 from fastcoll.p2p.engine import Engine
 from fastcoll.shm import context_layout
 from fastcoll.shm import rings as ring_words
+from fastcoll.shm.context import BackoffCounts
 from fastcoll.shm.layout import Layout
 from fastcoll.shm.monitor import ShmMonitor
 from fastcoll.shm.pipe import RingPipe
@@ -180,7 +181,7 @@ def _segment(size: int) -> Segment:
 
 
 def _ring_pipe(segment: Segment, index: int, monitor: Monitor) -> RingPipe:
-    return RingPipe(segment, index, monitor, (0, 100), address_of(_CONTEXT))
+    return RingPipe(segment, index, monitor, BackoffCounts(0, 100, 100), address_of(_CONTEXT))
 
 
 class ListMonitor(Monitor):

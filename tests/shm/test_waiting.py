@@ -7,10 +7,12 @@ from functools import cache
 import numpy as np
 import pytest
 from faults import crew, victims
+from programs import until
 
 import fastcoll as dist
 from fastcoll.kernels import waiting
 from fastcoll.shm import context_layout as at
+from fastcoll.shm import rings
 
 
 @cache
@@ -40,3 +42,21 @@ def test_only_a_caller_with_a_core_of_its_own_yields_for_long():
     assert words[at.BACKOFF + waiting.YIELDS] == waits["background"]
     has_a_core = words[at.FULL_WAIT] > 0
     assert waits["caller"] == waits["background"] * (15 if has_a_core else 1)
+
+
+@pytest.mark.ranks(2)
+def test_only_a_caller_yields_for_long_in_a_message(rank: int):
+    table = dist.group.WORLD.backend.pipe.table
+    caller, background = (int(table[word]) for word in (waiting.YIELDS, rings.BACKGROUND_YIELDS))
+    assert caller == background * (15 if table[waiting.SPINS] > 0 else 1)
+    x = np.ones(4)
+    if rank == 0:
+        work = dist.irecv(x[::2], 1)  # by the engine, whose thread waits, as the array is strided
+        until(lambda: table[waiting.YIELDS] == background)
+    dist.barrier()
+    if rank == 1:
+        dist.send(x[:2], 0)
+    else:
+        work.wait()
+        until(lambda: table[waiting.YIELDS] == caller)
+    dist.barrier()
