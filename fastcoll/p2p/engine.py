@@ -114,7 +114,7 @@ class Engine:
         self._refuse_nesting("recv")
         if tag < 0 or status is not None:
             return int(
-                self._finish_blocking(Receive(self.progress, x.array, src, tag).into(x, status), LATER)
+                self._finish_blocking(Receive().of(self.progress, x.array, src, tag).into(x, status), LATER)
             )
         code = LATER
         try:
@@ -133,11 +133,11 @@ class Engine:
 
     def isend(self, x: ImportedArray, dst: int, tag: int) -> Work:
         """Post a send. Its Work is complete when a receive has taken the message, or at once if `dst` is this rank."""
-        return self._post(Send(self.progress, x.array.copy() if dst == self.rank else x.array, dst, tag))
+        return self._post(Send().of(self.progress, x.array.copy() if dst == self.rank else x.array, dst, tag))
 
     def irecv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> Work:
         """Post a receive; the Work's result is the sender. `status`: as for `recv`."""
-        return self._post(Receive(self.progress, x.array, src, tag).into(x, status))
+        return self._post(Receive().of(self.progress, x.array, src, tag).into(x, status))
 
     def probe(self, src: int | None, tag: int) -> Status:
         """Wait until there is a message from `src`, or from any rank, that no receive has taken; a receive can take it.
@@ -145,19 +145,21 @@ class Engine:
         Raises:
             GroupError: a peer died, left or did not send in time.
         """
-        status: Status = self._finish_blocking(Probe(self.progress, src, tag, at_once=False), LATER)
+        status: Status = self._finish_blocking(Probe().at(self.progress, src, tag, at_once=False), LATER)
         return status
 
     def iprobe(self, src: int | None, tag: int) -> Status | None:
         """Return what `probe` would find among the messages that have arrived, or None. Never waits."""
-        status: Status | None = self._finish_blocking(Probe(self.progress, src, tag, at_once=True), LATER)
+        status: Status | None = self._finish_blocking(
+            Probe().at(self.progress, src, tag, at_once=True), LATER
+        )
         return status
 
     # ---- short cuts that returned early -----------------------------------------------------------
 
     def resume_send(self, status: int, array: Array, dst: int, tag: int) -> None:
         """Continue a blocking send whose short cut has returned `status`, which is not DONE."""
-        send = Send(self.progress, array, dst, tag)
+        send = Send().of(self.progress, array, dst, tag)
         if status == REFUSED:
             pipe, number = self._routes[dst]
             ack = pipe.last_ack(number)
@@ -172,7 +174,7 @@ class Engine:
 
         `status` is what the short cut has returned.
         """
-        return int(self._finish_blocking(Receive(self.progress, array, src, tag).into(imported), status))
+        return int(self._finish_blocking(Receive().of(self.progress, array, src, tag).into(imported), status))
 
     def _hand_over(self, transfer: Transfer, pipe: Pipe) -> None:
         """Give the incomplete message of a short cut to the Exchange, and release the pipe.
@@ -203,6 +205,7 @@ class Engine:
                 self._refuse_waiting(transfer)
                 self._post(transfer)
             else:
+                transfer.posted = time.monotonic()
                 pipe = self.pipes[0] if transfer.peer is None else self._routes[transfer.peer][0]
                 self._hand_over(transfer, pipe)
             transfer.is_awaited = True
@@ -231,6 +234,7 @@ class Engine:
 
         If another thread holds the lock, that thread begins the operation later.
         """
+        transfer.posted = time.monotonic()
         if self.monitor.failure is not None:
             raise self.monitor.failure
         if self._lock.is_closed:
@@ -286,7 +290,8 @@ class Engine:
                 continue
             kind = Send if posted.sends else Receive
             peer = self.progress.events.rank_of(pipe, posted.peer)
-            transfer = kind(self.progress, posted.array, peer, tag_of(posted.kind))
+            transfer = kind().of(self.progress, posted.array, peer, tag_of(posted.kind))
+            transfer.posted = time.monotonic()
             transfer.be_of(posted.kind)
             self._exchange.take_over(transfer, posted)
             self.adopts(posted.number, transfer)

@@ -126,13 +126,18 @@ class Pipe(Protocol):
     Attributes:
         eager: the most bytes of a message that are attached.
         window: the most attached bytes, of all messages to one peer, that may be without an ack.
-        attends: whether the pipe has requests of Python, and `attend`.
+        attends: whether the pipe has requests of Python, and `attend`, `address` and `waits`.
+        address: the address of the pipe's table.
+        waits: the entry that waits for a request of Python. It takes `address` and the request's number, and returns
+            LATER if the engine must continue the request.
         most_unacked: the most messages to one peer that may be without an ack; later messages wait.
     """
 
     eager: int = ENDLESS_BYTES
     window: int = ENDLESS_BYTES
     attends: bool = False
+    address: int = 0
+    waits: Any = None
     most_unacked: int = 1 << 16  # each costs the receiver 0.3 KiB
 
     # ---- BUSY and BEHIND -------------------------------------------------------------------------
@@ -256,10 +261,6 @@ class Pipe(Protocol):
         Compiled code completes the request, unless `take_posted` removes it. Returns False if the engine must carry
         the operation out.
         """
-        return False
-
-    def wait_request(self, number: int) -> bool:
-        """Wait for a request of Python; return False if the engine must continue it."""
         return False
 
     def test_request(self, number: int) -> bool | None:

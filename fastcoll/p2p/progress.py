@@ -26,7 +26,7 @@ from .exchange import Exchange
 from .lock import ProgressLock
 from .pipe import NOT_MINE, Pipe
 from .thread import ProgressThread
-from .transfers import Probe, Receive, Send, Transfer
+from .transfers import Probe, Receive, RequestPipe, Send, Transfer
 
 _CLOSE_SECONDS = 5.0  # kernels return within 0.1 s; a longer wait: a thread was killed with the lock
 
@@ -43,6 +43,7 @@ class Progress:
         exchange: the operations under way.
         inbox: posted operations that have not begun, in their order.
         drives: counts how often a thread has begun to drive.
+        requests: the pipe that has the requests of Python, if any.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Progress:
         self.drives = 0
         self._routes, self._take_over = routes, take_over
         self._pipes = self.lock.pipes
+        self.requests: RequestPipe = next((pipe for pipe in self._pipes if pipe.attends), self._pipes[0])
         self._polled = False  # whether a thread has called `poll` while another thread drove
         self._given_up: BaseException | None = None  # set if a signal handler closes the group in a call
         self._shortage: ResourceError | None = None  # set if memory for reaching a peer was missing

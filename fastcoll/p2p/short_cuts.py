@@ -63,7 +63,6 @@ def short_cuts(
     send_now, receive_now, post_send, post_receive = entries
     progress = messages.progress
     messages.notes = group.gate.unobserved.note
-    pipe = messages.pipes[0]
 
     def torn(error: BaseException, doing: str, *integers: Any) -> bool:
         """Clean up after an exception in a short cut; return whether to raise it.
@@ -112,9 +111,9 @@ def short_cuts(
 
     def isend(tensor: Any, dst: int, tag: int = 0) -> Work:
         try:
-            send = Send(progress, tensor, dst, tag, 0.0)
+            send = Send().of(progress, tensor, dst, tag)
             if (number := post_send.call(address, dst, tensor, tag, -1, send)) >= 0:
-                send.pipe, send.request = pipe, number
+                send.request = number
                 return send
         except BaseException as error:
             if torn(error, "isend", dst, tag):
@@ -124,9 +123,9 @@ def short_cuts(
     def irecv(tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> Work:
         if src is not None and status is None:
             try:
-                receive = Receive(progress, tensor, src, tag, 0.0)
+                receive = Receive().of(progress, tensor, src, tag)
                 if (number := post_receive.call(address, src, tensor, tag, -1, receive)) >= 0:
-                    receive.pipe, receive.request = pipe, number
+                    receive.request = number
                     return receive
             except BaseException as error:
                 if torn(error, "irecv", src, tag):

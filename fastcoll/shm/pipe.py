@@ -37,6 +37,7 @@ class RingPipe(WordPipe):
     """
 
     attends = True
+    waits = requests.wait
 
     def __init__(
         self, segment: Segment, rank: int, monitor: Monitor, backoff: BackoffCounts, context: int
@@ -144,11 +145,8 @@ class RingPipe(WordPipe):
         )
         number = entry.call(self.address, peer, array, transfer.kind, array.nbytes, transfer)
         if number >= 0:
-            transfer.pipe, transfer.request = self, number
+            transfer.request = number
         return number >= 0
-
-    def wait_request(self, number: int) -> bool:
-        return requests.wait.call(self.address, number) < DONE
 
     def test_request(self, number: int) -> bool | None:
         code = requests.test.call(self.address, number)

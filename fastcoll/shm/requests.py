@@ -257,8 +257,9 @@ def _post_receive(m, data, owner, nbytes, kind, peer, waits):
         return let_go(m, -1)
     number = _note(m, index, r.RECEIVING, peer, 0, kind, nbytes, data, owner)
     reached(POSTED_RECEIVE)
-    if r.frame_of(nbytes) <= _AT_ONCE and _accept(m, channel_of(m, peer), peer) == _MOVED:
-        _progress(m)
+    channel = channel_of(m, peer)
+    if r.frame_of(nbytes) <= _AT_ONCE and _accept(m, channel, peer) == _MOVED:
+        _pull(m, channel, _find(m, peer, r.ARRIVING, 0, 0))
     return let_go(m, number)
 
 

@@ -471,15 +471,15 @@ def test_a_wait_can_be_repeated_after_a_handler_has_raised(
         lost: which call.
         reuse: whether another request gets the record of the one that was lost before the wait is repeated.
     """
-    wait, calls = RingPipe.wait_request, []
+    entry, calls = RingPipe.waits, []
 
-    def interrupted(pipe: RingPipe, number: int) -> bool:
-        calls.append(wait(pipe, number))
+    def interrupted(address: int, number: int) -> int:
+        calls.append(entry.call(address, number))
         if len(calls) == lost:
             raise KeyboardInterrupt
         return calls[-1]
 
-    monkeypatch.setattr(RingPipe, "wait_request", interrupted)
+    monkeypatch.setattr(RingPipe, "waits", SimpleNamespace(call=interrupted))
     with closing(RingWorld(2)) as world:
         number, (first, second) = 0, world.ranks
         while number < 3 or len(calls) < lost:

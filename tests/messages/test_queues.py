@@ -18,7 +18,7 @@ TAGS = {0, LARGEST_TAG, LARGEST_TAG + 1, OBJECTS_TAG, JAX_TAGS, JAX_TAGS + LARGE
 
 
 def receive(tag: int) -> Receive:
-    return Receive(ENGINE, np.zeros(1, "u1"), None, tag)
+    return Receive().of(ENGINE, np.zeros(1, "u1"), None, tag)
 
 
 def message_of(tag: int, source: int = 1) -> IncomingMessage:
@@ -60,7 +60,7 @@ def test_the_earliest_message_wins_whatever_its_tag() -> None:
     messages = [message_of(tag, source) for tag, source in ((4, 1), (7, 1), (0, 2), (4, 1), (7, 2))]
     for each in messages:
         queues.arrive(each)
-    assert queues.post(Receive(ENGINE, np.zeros(1, "u1"), 2, ANY_TAG)) is messages[2]
+    assert queues.post(Receive().of(ENGINE, np.zeros(1, "u1"), 2, ANY_TAG)) is messages[2]
     for each in (messages[0], messages[1], messages[3], messages[4]):
         assert queues.find(None, ANY_TAG) is each
         assert queues.post(receive(ANY_TAG)) is each
