@@ -14,6 +14,7 @@ answer (`Readers.read_answer`), and `Agent._answered` completes the future.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from ..errors import (
     FastcollError,
     NotInitializedError,
     PeerDiedError,
+    RpcError,
     RpcTimeoutError,
     UsageError,
 )
@@ -39,8 +41,10 @@ from .handlers import UNCOUNTED, Counts, Handler, Handlers, described
 from .link import Link, Task
 from .polling import HANG_UP, READ
 from .readers import Readers
-from .wire import MessageType, RpcMessage
+from .wire import MessageError, MessageType, RpcMessage
 from .worker_info import Worker, WorkerInfo
+
+_log = logging.getLogger("fastcoll")
 
 
 class PendingCall(NamedTuple):
@@ -299,16 +303,21 @@ class Agent:
         """Return the task that handles a message, or None if the message was handled here.
 
         The reading thread itself handles messages whose order matters: all except calls and answers.
+
+        Raises:
+            MessageError: no worker sends such a message on this connection.
         """
         match message.type:
-            case MessageType.CALL:
+            case MessageType.CALL | MessageType.NOTIFY if not self.handlers.has(message.kind):
+                raise MessageError(f"there is no call of kind {message.kind}")
+            case MessageType.CALL if not link.dialed:
                 return partial(self.handlers.serve, link, message)
-            case MessageType.RESULT | MessageType.RAISED:
+            case MessageType.RESULT | MessageType.RAISED if link.dialed:
                 call = link.pending.pop(message.call, None)
                 if call is None:
                     link.abandoned.discard(message.call)
                 return partial(self._answered, call, link.worker, message)
-            case MessageType.NOTIFY:
+            case MessageType.NOTIFY if not link.dialed:
                 self.handlers.handle_notification(link, message)
             case MessageType.GOODBYE:
                 link.exit_reason = bytes(message.pickled).decode(errors="replace")
@@ -316,6 +325,8 @@ class Agent:
                 link.offer_answered(bool(message.call))
             case MessageType.RING:
                 link.answer_offer(self.members[link.worker.id].pid, bytes(message.pickled))
+            case _:
+                raise MessageError(f"{message.type.name} was sent in the wrong direction")
         return None
 
     def _answered_here(self, answer: RpcMessage) -> None:
@@ -326,8 +337,13 @@ class Agent:
     def _answered(self, call: PendingCall | None, worker: WorkerInfo, answer: RpcMessage) -> None:
         """Complete a call's future with its answer. If `call` is None, the call has timed out: drop the answer."""
         if call is None:
-            with suppress(FastcollError), pickling.receiving(worker):
-                pickling.discard(answer)
+            try:
+                with pickling.receiving(worker):
+                    pickling.discard(answer)
+            except FastcollError:
+                pass
+            except Exception as error:
+                _log.warning("a late answer of %s cannot be unpickled: %r", worker, error)
             return
         try:
             with pickling.receiving(worker), pickling.entered(call.context, worker):
@@ -335,13 +351,18 @@ class Agent:
                 if answer.type is not MessageType.RAISED:
                     call.future.complete(result, None)  # its callbacks run in the call's contexts, too
                     return
+            raised = exceptions.unpack(worker, result)
+        except pickling.UNREADABLE as error:
+            doing = described(call.kind, call.doing)
+            call.future.complete(None, RpcError(f"{worker}'s answer to {doing} cannot be unpickled: {error}"))
+            return
         except BaseException as error:
             # The traceback refers to frames that wait for the future; that cycle would keep the arguments alive.
             call.future.complete(None, error.with_traceback(None))
             if isinstance(error, KeyboardInterrupt):
                 raise  # also interrupt this thread, which may be waiting for another call
             return
-        call.future.complete(None, exceptions.unpack(worker, result))
+        call.future.complete(None, raised)
 
     # ---- ends -----------------------------------------------------------------------------------------------
 
@@ -387,6 +408,9 @@ class Agent:
             error: FastcollError = self._closed
         elif link.exit_reason is not None:
             error = AbortedError(f"worker {worker.name}, {member}, {link.exit_reason}", [worker.id])
+        elif link.fault is not None:
+            why = f"sent a message that cannot be read: {link.fault}; the connection is closed"
+            error = AbortedError(f"worker {worker.name}, {member}, {why}", [worker.id])
         else:
             error = PeerDiedError(f"worker {worker.name}, {member}, died", [worker.id])
         with self._lock:

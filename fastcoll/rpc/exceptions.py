@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from ..errors import RemoteError
+from ..errors import RemoteError, RpcError
 from . import pickling
 from .worker_info import WorkerInfo
 
@@ -35,7 +35,13 @@ def pack(error: BaseException, worker: WorkerInfo) -> Packed:
 
 
 def unpack(worker: WorkerInfo, packed: Packed) -> BaseException:
-    """Return the exception of another worker, with its traceback as the cause."""
+    """Return the exception of another worker, with its traceback as the cause.
+
+    Raises:
+        RpcError: the other worker has not made `packed` by `pack`.
+    """
+    if type(packed) is not tuple or len(packed) != 4 or not all(isinstance(each, str) for each in packed[1:]):
+        raise RpcError(f"worker {worker} answered with {packed!r:.80} in place of an exception")
     pickled, name, message, text = packed
     error = pickling.loaded_error(pickled) if pickled is not None else None
     if error is None:

@@ -70,6 +70,10 @@ class Handlers:
         """Handle calls and notifications of a kind: see `Agent.on`."""
         self._handlers[kind] = (handler, with_contexts)
 
+    def has(self, kind: int) -> bool:
+        """Return whether there is a handler for calls of a kind."""
+        return kind in self._handlers
+
     def takes_contexts(self, kind: int) -> bool:
         """Return whether calls of a kind carry the values of `pickling.contexts`."""
         return self._handlers[kind][1]
@@ -92,8 +96,9 @@ class Handlers:
         try:
             with pickling.receiving(worker):
                 self._handlers[message.kind][0](worker, pickling.loads(message))
-        except Exception:
-            _log.exception("a notification of %s could not be handled", worker)
+        except Exception as error:
+            debugs = _log.isEnabledFor(logging.DEBUG)
+            _log.error("a notification of %s could not be handled: %r", worker, error, exc_info=debugs)
         self._counts.add(message.kind, served=1)
 
     def serve(self, link: Link | None, message: RpcMessage) -> None:

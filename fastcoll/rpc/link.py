@@ -19,7 +19,7 @@ from typing import Any
 
 from ..core.work import ENDLESS
 from .slots import Ring
-from .wire import Assembler, MessageType, RpcMessage, encode
+from .wire import Assembler, MessageError, MessageType, RpcMessage, encode
 from .worker_info import WorkerInfo
 
 _log = logging.getLogger("fastcoll")
@@ -45,6 +45,7 @@ class Link:
         pending: the calls over this link that are not answered yet, by number.
         abandoned: the numbers of calls that timed out; their answers are still read.
         exit_reason: why the peer left, once its GOODBYE (wire.py) has arrived.
+        fault: why a message of the peer cannot be read, once one has arrived.
         armed: the events of this link that the readers' poller reports (polling.py); 0: none.
         ring: shared memory for large buffers, once both sides have mapped it.
     """
@@ -62,6 +63,7 @@ class Link:
         self.pending: dict[int, Any] = {}
         self.abandoned: set[int] = set()
         self.exit_reason: str | None = None
+        self.fault: str | None = None
         self.is_closed = self.is_lost = self._is_broken = self._is_stuck = False
         self.armed = 0
         self.reading = threading.Lock()
@@ -199,7 +201,13 @@ class Link:
         self.send(RpcMessage(MessageType.RING, 0, 0, offer))
 
     def answer_offer(self, pid: int, offer: bytes) -> None:
-        """Map the shared memory that process `pid` offers, if possible, and report the result to the peer."""
+        """Map the shared memory that process `pid` offers, if possible, and report the result to the peer.
+
+        Raises:
+            MessageError: the peer has offered memory before.
+        """
+        if self.ring is not None:
+            raise MessageError("shared memory is offered a second time")
         ring = None
         with suppress(OSError):
             ring = Ring.accept(pid, offer)
@@ -208,50 +216,75 @@ class Link:
         self.ring = ring
 
     def offer_answered(self, taken: bool) -> None:
-        """Use the offered memory if the peer has mapped it, else close it."""
+        """Use the offered memory if the peer has mapped it, else close it.
+
+        Raises:
+            MessageError: this is not the first answer to an offer.
+        """
+        if self._offered is None or self.ring is not None:
+            raise MessageError("shared memory is accepted that was not offered")
         if taken:
             self.ring = self._offered
-        elif self._offered is not None:
+        else:
             self._offered.close()
             self._offered = None
 
     # ---- reading -------------------------------------------------------------------------------------------
 
     def poll(self, milliseconds: float = 0) -> bool:
-        """Return whether data arrives or the peer disconnects within `milliseconds`. The caller holds `reading`."""
-        return bool(self._poller.poll(milliseconds))
+        """Return whether data arrives or the peer disconnects within `milliseconds`. The caller holds `reading`.
+
+        Return True as well if data may arrive in shared memory.
+        """
+        return self.is_filling() or bool(self._poller.poll(milliseconds))
+
+    def is_filling(self) -> bool:
+        """Return whether a buffer is arriving in shared memory, which the poller does not notice."""
+        return not self._assembler.space.nbytes
 
     def expects_answers(self) -> bool:
         """Return whether answers are expected, including those of calls that timed out."""
         return bool(self.pending or self.abandoned)
 
-    def receive(self) -> list[Task] | None:
+    def receive(self, until: float = ENDLESS) -> list[Task] | None:
         """Return the tasks of the messages that have arrived, without waiting for more. The caller holds `reading`.
 
-        Return None if the peer has ended, or if a message from it could not be read.
+        For the rest of a buffer in shared memory, wait until the time `until`. Return None if the peer has ended, or if
+        a message from it could not be read.
         """
         tasks: list[Task] = []
         if self._is_broken:
             return None
         try:
-            while not tasks:
+            while not tasks or self.is_filling():
                 space = self._assembler.space
-                nbytes = self._socket.recv_into(space)
-                if not nbytes:
+                nbytes = self._socket.recv_into(space) if space.nbytes else 0
+                if space.nbytes and not nbytes:
                     return None
                 tasks.extend(filter(None, map(self._received, self._assembler.add(nbytes))))
-                if nbytes < space.nbytes:
+                if self.is_filling():  # the next step takes 50 ms at most
+                    self._check_peer()
+                    if monotonic() > until:
+                        break
+                elif nbytes < space.nbytes:
                     break
         except BlockingIOError:
             pass
         except BaseException as error:
             self._is_broken = True  # this message is lost; the messages before it are still handled
+            if isinstance(error, MessageError):
+                self.fault = str(error)
+                self.send_goodbye(f"could not read a message and closed the connection: {error}")
             self.shut()
             if not isinstance(error, Exception):  # Ctrl-C: raise it, and let other threads run the tasks
                 for task in tasks:
                     self._run(task)
                 raise
-            if not isinstance(error, OSError):
+            if isinstance(error, MessageError):
+                _log.warning(
+                    "a message from %s cannot be read: %s; the connection is closed", self.worker, error
+                )
+            elif not isinstance(error, OSError):
                 _log.exception("a message from %s cannot be read; the connection is closed", self.worker)
             return tasks or None
         return tasks
@@ -267,10 +300,10 @@ class Link:
                 self.reading.release()
         return tasks
 
-    def _take_buffer(self, buffer: memoryview) -> None:
-        assert self.ring is not None, "both sides have it"
-        for _ in self.ring.take(buffer):
-            self._check_peer()
+    def _take_buffer(self, buffer: memoryview) -> Iterator[None]:
+        if self.ring is None:
+            raise MessageError("a buffer is sent through shared memory, which the two workers do not have")
+        return self.ring.take(buffer)
 
     def ended(self) -> None:
         """Call the callback `ended`, because the peer has ended; may be called more than once."""

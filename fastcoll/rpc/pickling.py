@@ -39,6 +39,9 @@ contexts: dict[str, CallContext] = {}
 
 _reducers: dict[type, tuple[Reducer, Undo | None]] = {}
 _this_thread = threading.local()
+UNREADABLE = (pickle.UnpicklingError, EOFError, UnicodeDecodeError, struct.error)
+"""What `loads` and `discard` raise for bytes that are not a pickle; the code that a pickle runs may raise anything."""
+
 _PREFIX = struct.Struct("<BI")  # a zero, which no pickle begins with, and the length of the prefix
 
 

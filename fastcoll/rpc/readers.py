@@ -32,6 +32,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from time import monotonic, perf_counter
 
 from .link import LOOK_SECONDS, Link, Task
@@ -177,7 +178,7 @@ class Readers:
                         return  # the thread that received the answer completes the call's future
                     if link.armed == READ:
                         self.poller.disarm(link)
-                    tasks = link.receive() if self._await_data(link, until) else []
+                    tasks = link.receive(until) if self._await_data(link, until) else []
                 finally:
                     link.reading.release()
                 if tasks is None:
@@ -200,7 +201,13 @@ class Readers:
         return link.poll(1000 * min(LOOK_SECONDS, max(until - monotonic(), 0.0)))
 
     def rearm(self, link: Link) -> None:
-        """If no thread reads the link, arm it: for READ if answers are expected, else for HANG_UP."""
+        """If no thread reads the link, arm it: for READ if answers are expected, else for HANG_UP.
+
+        If a buffer is arriving in shared memory, have a thread read the rest of it.
+        """
+        if link.is_filling() and not link.reading.locked():
+            self.run(partial(self._read_answers, link))
+            return
         events = READ if link.expects_answers() else HANG_UP
         if link.armed < events and not link.reading.locked():
             self.poller.arm(link, events)

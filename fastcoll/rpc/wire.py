@@ -14,6 +14,9 @@
 The body is a table of buffer lengths (8 bytes each), the context (pickling.py), the pickle, and the small buffers. Each
 small buffer begins at a multiple of 64 bytes from the body's start. Buffers of more than INLINE bytes follow the body,
 in order.
+
+A peer's bytes are checked before they are used, and no length of a header causes memory to be written, so a broken peer
+costs its connection only.
 """
 
 from __future__ import annotations
@@ -44,6 +47,12 @@ class MessageType(IntEnum):
 
 
 _TYPES = {each.value: each for each in MessageType}
+_NO_SPACE = memoryview(b"")
+_WITHOUT_PICKLE = (MessageType.GOODBYE, MessageType.RING)
+
+
+class MessageError(ValueError):
+    """The peer's bytes violate the format; its connection is closed."""
 
 
 @dataclass(slots=True)  # takes 0.28 us to build, a NamedTuple 0.42 us
@@ -97,9 +106,11 @@ class Assembler:
     rest of the body is received directly into the body's own memory. Each large buffer of a message is also received
     directly into its own memory, unless `take` fills it from shared memory. A message is not parsed until the caller
     has consumed the previous one, because the previous one may set up the shared memory that the message needs.
+
+    `take(buffer)` yields while it waits for data in shared memory. Then `space` is empty, and `add(0)` continues.
     """
 
-    def __init__(self, take: Callable[[memoryview], None], nbytes: int = 64 << 10) -> None:
+    def __init__(self, take: Callable[[memoryview], Iterator[None]], nbytes: int = 64 << 10) -> None:
         self._take = take
         self._buffer = memoryview(bytearray(nbytes))
         self._start = self._end = 0
@@ -126,28 +137,31 @@ class Assembler:
                 self._buffer, self._start
             )
             self._start += HEADER.size
-            body = memoryview(bytearray(nbytes))
+            type = _checked_type(message_type, nbytes, npickled, 8 * nbuffers + ncontext)
+            body = _memory(nbytes)
             yield from self._fill(body)
             if not nbuffers and not ncontext:
-                yield RpcMessage(_TYPES[message_type], kind, call, body)
+                yield RpcMessage(type, kind, call, body)
                 del body  # else this generator would keep a consumed message alive
                 continue
             sizes = struct.unpack_from(f"<{nbuffers}Q", body)
             at = 8 * nbuffers + ncontext
             context, pickled = bytes(body[8 * nbuffers : at]), body[at : at + npickled]
             at, buffers = at + npickled, []
+            _check_sizes(sizes, at, nbytes)
             for size in sizes:
                 if size <= INLINE:
                     at += -at % _ALIGNED
                     buffers.append(body[at : at + size])
                     at += size
                 else:
-                    buffers.append(memoryview(np.empty(size, np.uint8).data))
+                    buffers.append(_memory(size))
                     if by_ring:
-                        self._take(buffers[-1])
+                        for _ in self._take(buffers[-1]):
+                            yield _NO_SPACE
                     else:
                         yield from self._fill(buffers[-1])
-            yield RpcMessage(_TYPES[message_type], kind, call, pickled, buffers, context)
+            yield RpcMessage(type, kind, call, pickled, buffers, context)
             del body, pickled, buffers
 
     def _fill(self, target: memoryview) -> Generator[memoryview, int, None]:
@@ -157,3 +171,39 @@ class Assembler:
         self._start += filled
         while filled < target.nbytes:
             filled += yield target[filled:]
+
+
+def _checked_type(code: int, nbytes: int, npickled: int, nothers: int) -> MessageType:
+    """Return the type of a message whose body has `nbytes`, of which `nothers` are ahead of the pickle."""
+    type = _TYPES.get(code)
+    if type is None:
+        raise MessageError(f"there is no message type {code}")
+    # Without buffers nothing follows the pickle.
+    if nothers + npickled > nbytes or (not nothers and npickled != nbytes):
+        raise MessageError(
+            f"a body of {nbytes} bytes has a pickle of {npickled} bytes behind {nothers} others"
+        )
+    if not npickled and type not in _WITHOUT_PICKLE:
+        raise MessageError(f"a message of type {type.name} has no pickle")
+    return type
+
+
+def _check_sizes(sizes: Sequence[int], at: int, nbytes: int) -> None:
+    """Check that the small buffers, which begin behind `at`, end where the body of `nbytes` ends."""
+    for size in sizes:
+        if size <= INLINE:
+            at += -at % _ALIGNED + size
+    if at != nbytes:
+        raise MessageError(f"the parts of a body of {nbytes} bytes have {at} bytes")
+
+
+def _memory(nbytes: int) -> memoryview:
+    """Return memory for bytes to come.
+
+    Large memory is not written here: the kernel provides each page when its first bytes arrive. So a wrong length takes
+    address space only.
+    """
+    try:
+        return memoryview(bytearray(nbytes) if nbytes <= INLINE else np.empty(nbytes, np.uint8).data)
+    except (MemoryError, OverflowError, ValueError) as error:
+        raise MessageError(f"{nbytes} bytes are announced, for which there is no memory") from error

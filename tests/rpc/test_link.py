@@ -11,13 +11,14 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from programs import until
 from together import together
 
 from fastcoll.rpc.link import Link
 from fastcoll.rpc.polling import HANG_UP, READ
 from fastcoll.rpc.readers import Readers, before_blocking
 from fastcoll.rpc.slots import Ring
-from fastcoll.rpc.wire import HEADER, MessageType, RpcMessage, encode
+from fastcoll.rpc.wire import HEADER, Assembler, MessageError, MessageType, RpcMessage, encode
 from fastcoll.rpc.worker_info import WorkerInfo
 from rpc.victims import LIMIT
 
@@ -78,6 +79,69 @@ def test_messages_before_an_unreadable_one_are_not_lost(ends: Any) -> None:
         task()
         assert answered == ["first"]
         assert link.receive() is None
+
+
+def test_both_ends_learn_that_a_message_is_unreadable(ends: Any, caplog: pytest.LogCaptureFixture) -> None:
+    link, far, *_ = ends
+    far.send(HEADER.pack(0, 2, 0, 0, 0, 99, 0, 0))
+    with link.reading:
+        assert link.receive() is None
+    assert link.fault == "there is no message type 99"
+    (record,) = caplog.records
+    assert record.exc_info is None
+    assert "a message from w1 (rank 1) cannot be read: there is no message type 99" in record.message
+    (goodbye,) = messages_in(far.recv(1 << 10))
+    assert goodbye.type == MessageType.GOODBYE
+    assert (
+        bytes(goodbye.pickled)
+        == b"could not read a message and closed the connection: " + link.fault.encode()
+    )
+    assert not far.recv(1)
+
+
+def messages_in(data: bytes) -> list[RpcMessage]:
+    assembler = Assembler(lambda buffer: iter(()))
+    assembler.space[: len(data)] = data
+    return list(assembler.add(len(data)))
+
+
+def test_memory_is_offered_and_accepted_once(ends: Any) -> None:
+    link, *_ = ends
+    with pytest.raises(MessageError, match="accepted that was not offered"):
+        link.offer_answered(True)
+    link.ring = Mock()
+    with pytest.raises(MessageError, match="offered a second time"):
+        link.answer_offer(os.getpid(), bytes(20))
+    with pytest.raises(MessageError, match="accepted that was not offered"):
+        link.offer_answered(True)
+
+
+def test_a_buffer_in_memory_that_was_not_offered_is_refused(ends: Any) -> None:
+    link, far, *_ = ends
+    far.send(
+        encode(RpcMessage(MessageType.RESULT, 0, 1, b"x", [memoryview(bytes(1 << 15))]), by_ring=True)[0]
+    )
+    with link.reading:
+        assert link.receive() is None
+    assert "through shared memory" in link.fault
+
+
+def test_a_call_times_out_while_its_answer_is_in_the_middle_of_shared_memory(ends: Any) -> None:
+    """The peer stops after it has announced a buffer; later it goes on, and another thread reads the answer."""
+    link, far, answered, readers = ends
+    link.ring, offer = Ring.offer()
+    theirs, link.pending[1] = Ring.accept(os.getpid(), offer), "late"
+    buffer = memoryview(bytes(1 << 20))
+    far.send(encode(RpcMessage(MessageType.RESULT, 0, 1, b"x", [buffer]), by_ring=True)[0])
+    readers.poller.watch(link, HANG_UP)
+    (error,) = together(lambda: readers.read_answer(link, 1, time.monotonic() + 0.1), deadline=LIMIT)
+    assert error is None
+    assert not answered
+    for _ in theirs.put(buffer):
+        pass
+    until(lambda: answered == ["late"])
+    readers.poller.forget(link)
+    theirs.close()
 
 
 def test_a_sender_on_a_full_connection_notices_the_peers_end(ends: Any) -> None:
