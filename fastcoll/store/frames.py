@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from ..config import MOST_SECONDS
@@ -93,6 +93,51 @@ def decode_answer(header: bytes, body: bytes) -> tuple[ReplyStatus, list[bytes]]
     if code not in tuple(ReplyStatus):
         raise ProtocolError(f"there is no status {code}")
     return ReplyStatus(code), decode_fields(body)
+
+
+def check_answer(request: StoreRequest, status: ReplyStatus, fields: Sequence[bytes]) -> None:
+    """Check that an answer fits its request; ProtocolError: no server that works gives this answer."""
+    op, first = request.op, fields[0] if fields else b""
+    if status is ReplyStatus.REFUSED:
+        sound = len(fields) == 1
+    elif status is ReplyStatus.TIMEOUT:
+        sound = op in _WAITING and _is_number(first) and set(fields[1:]) <= set(request.keys)
+    elif op is Op.KEYS:
+        check_texts(fields)
+        sound = all(low < high for low, high in zip((*request.keys, *fields), fields, strict=False))
+    else:
+        sound = _SOUND[op](len(request.keys), fields)
+    if not sound:
+        raise ProtocolError(f"{status.name} with {len(fields)} fields is no answer to {op.name}")
+
+
+def check_texts(keys: Sequence[bytes]) -> None:
+    """Check that keys are text, because other clients may list them."""
+    try:
+        for key in keys:
+            str(key, "utf-8")
+    except UnicodeDecodeError as error:
+        raise ProtocolError(f"the key {error.object[:40]!r} is not UTF-8") from error
+
+
+def _is_number(text: bytes) -> bool:
+    return len(text) <= 20 and text.removeprefix(b"-").isdigit()
+
+
+def _is_flag(fields: Sequence[bytes]) -> bool:
+    return len(fields) == 1 and fields[0] in (b"0", b"1")
+
+
+_WAITING = (Op.GET, Op.WAIT, Op.POP)
+# For each operation: whether the fields of an OK answer to a request of so many keys are possible.
+_SOUND: dict[Op, Callable[[int, Sequence[bytes]], bool]] = {
+    **dict.fromkeys((Op.SET, Op.APPEND, Op.WAIT, Op.WILL), lambda keys, fields: not fields),
+    Op.GET: lambda keys, fields: 1 <= len(fields) <= keys,
+    Op.PEEK: lambda keys, fields: 1 <= len(fields) <= keys,
+    **dict.fromkeys((Op.CHECK, Op.DELETE, Op.RETIRE), lambda keys, fields: _is_flag(fields)),
+    **dict.fromkeys((Op.ADD, Op.NUM_KEYS), lambda keys, fields: len(fields) == 1 and _is_number(fields[0])),
+    **dict.fromkeys((Op.COMPARE_SET, Op.POP), lambda keys, fields: len(fields) == 1),
+}
 
 
 def decode_fields(body: bytes) -> list[bytes]:

@@ -29,7 +29,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..errors import StoreError
-from .frames import HEADER, ProtocolError, ReplyStatus, check_request_header, decode_request, encode_frame
+from .frames import (
+    HEADER,
+    ProtocolError,
+    ReplyStatus,
+    check_request_header,
+    check_texts,
+    decode_request,
+    encode_frame,
+)
 from .opening import (
     GROUP_SIZE,
     Answering,
@@ -221,6 +229,7 @@ class StoreServer:
             yield from self._until(HEADER.size + length, peer, state)
             state.deadline = None
             request = decode_request(state.take(HEADER.size), state.take(length))
+            check_texts(request.keys)
             state.check_silent()
             if request.op is Op.WILL:
                 state.will = request if request.keys else None

@@ -212,7 +212,7 @@ class TCPStore(TableStore):
         if status is frames.ReplyStatus.TIMEOUT:
             return Missing(int(fields[0]), fields[1:])
         if status is frames.ReplyStatus.REFUSED:
-            raise StoreError(fields[0].decode())
+            raise StoreError(fields[0].decode(errors="replace"))
         return fields
 
     def _another(self, deadline: float) -> TCPConnection:
@@ -297,12 +297,17 @@ class TCPConnection:
             self._answer(deadline)
         self.send(frames.encode_request(request), deadline)
         self.is_owed = True
-        return self._answer(deadline)
+        return self._answer(deadline, request)
 
-    def _answer(self, deadline: float) -> tuple[frames.ReplyStatus, list[bytes]]:
+    def _answer(
+        self, deadline: float, request: StoreRequest | None = None
+    ) -> tuple[frames.ReplyStatus, list[bytes]]:
         try:
             header = self.receive(frames.HEADER.size, deadline)
-            return frames.decode_answer(header, self.receive(frames.frame_length(header), deadline))
+            answer = frames.decode_answer(header, self.receive(frames.frame_length(header), deadline))
+            if request is not None:
+                frames.check_answer(request, *answer)
+            return answer
         except frames.ProtocolError as error:
             raise StoreError(f"the answer of the store at {self._where} cannot be read: {error}") from error
 

@@ -15,6 +15,7 @@ from fastcoll.store.frames import (
     MAX_BODY,
     ProtocolError,
     ReplyStatus,
+    check_answer,
     check_request_header,
     decode_answer,
     decode_fields,
@@ -225,6 +226,52 @@ def test_a_wrong_header_or_body_drops_its_peer(data: bytes, reason: str) -> None
     wire = Wire(1)
     wire.feed(1, data)
     assert reason in wire.dropped[1]
+
+
+def test_a_key_that_is_not_text_drops_its_peer() -> None:
+    """Other clients could not list it."""
+    wire = Wire(1)
+    wire.feed(1, encode_request(StoreRequest(Op.SET, (b"\xff",), (b"\xff",))))
+    assert "the key b'\\xff' is not UTF-8" in wire.dropped[1]
+
+
+OK, TIMEOUT, REFUSED = ReplyStatus
+
+
+@pytest.mark.parametrize(
+    ("op", "status", "fields"),
+    [
+        (Op.GET, OK, []),
+        (Op.GET, OK, [b"1", b"2"]),
+        (Op.SET, OK, [b"1"]),
+        (Op.ADD, OK, [b"x"]),
+        (Op.CHECK, OK, [b"2"]),
+        (Op.POP, OK, []),
+        (Op.KEYS, OK, [b"a"]),
+        (Op.KEYS, OK, [b"c", b"b"]),
+        (Op.KEYS, OK, [b"\xff"]),
+        (Op.GET, TIMEOUT, []),
+        (Op.GET, TIMEOUT, [b"x"]),
+        (Op.GET, TIMEOUT, [b"1" * 5000]),
+        (Op.GET, TIMEOUT, [b"1", b"another"]),
+        (Op.SET, TIMEOUT, [b"1"]),
+        (Op.GET, REFUSED, []),
+    ],
+)
+def test_an_answer_must_fit_its_request(op: Op, status: ReplyStatus, fields: list[bytes]) -> None:
+    """Otherwise a client would raise another exception, or ask for ever."""
+    with pytest.raises(ProtocolError):
+        check_answer(StoreRequest(op, (b"a",), (b"1",) * SHAPES[op][2]), status, fields)
+
+
+@given(st.lists(requests(), max_size=30))
+def test_the_answers_of_a_server_fit_their_requests(made: list[StoreRequest]) -> None:
+    wire = Wire(1)
+    for request in made:
+        wire.feed(1, encode_request(request))
+        wire.pass_time(request.timeout + 1)
+        for answer in wire.answers(1):
+            check_answer(request, *answer)
 
 
 @given(st.binary(max_size=200))
