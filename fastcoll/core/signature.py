@@ -312,9 +312,12 @@ def describe_mismatch(
         describe: formats the differences in what `tables` returns.
     """
     heads = comparable(heads)
+    calls, shapes = map(set, zip(*heads, strict=True))
+    if len(calls) > 1:  # a peer's call word may be of no operation
+        return describe_differences(heads, ranks)
     operation = OPERATIONS[heads[0][0] & 0xFF].rpartition(":")[2]
-    kind, calls, shapes = KINDS[operation], *map(set, zip(*heads, strict=True))
-    if kind.form == BLOCKS_TO_ONE and not kind.root and len(calls) == 1 and min(shapes) < 0:
+    kind = KINDS[operation]
+    if kind.form == BLOCKS_TO_ONE and not kind.root and min(shapes) < 0:
         return f"{operation}: {describe_blocks(tables(), ranks)}"
     if len(set(heads)) > 1:
         return describe_differences(heads, ranks)

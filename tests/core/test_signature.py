@@ -100,3 +100,11 @@ def test_shapes_differ_for_different_sizes(sizes, data):
     other = [*sizes]
     other[data.draw(st.integers(0, len(sizes) - 1))] += data.draw(st.integers(1, 1 << 20))
     assert signature.shape_of(other) != found
+
+
+def test_a_call_word_of_no_operation_is_described() -> None:
+    """A broken peer may send any word, and rank 0 may be that peer."""
+    own = (signature.encode("barrier"), 0)
+    text = signature.describe_mismatch([(0xF7, 8), own], [0, 1])
+    assert "rank 0 called operation 247(" in text
+    assert "rank 1 called barrier()" in text
