@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from .. import config
 from ..core.group import ProcessGroup
 from ..core.signature import OBJECT_BYTES, OBJECT_SIZES
-from ..errors import UnavailableError, UsageError
+from ..errors import AbortedError, UnavailableError, UsageError
 from ..job.groups import Group, group_rank, member_of
 
 _FAILED = -1
@@ -55,7 +55,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
     with g.preparing("all_gather_object"):
         _check_list("object_list", object_list, size=g.size)
         own = _pack(obj)
-    parts = [_room(size) for size in _share_sizes(g, own)]
+    parts = [_room(size, g, rank) for rank, size in enumerate(_share_sizes(g, own))]
     g.fast.all_gather(parts, own)
     object_list[:] = map(_unpack, parts)
 
@@ -84,7 +84,7 @@ def gather_object(
             _check_list("object_gather_list", object_gather_list, size=g.size)
         own = _pack(obj)
     sizes = _share_sizes(g, own)
-    parts = [_room(size) for size in sizes] if g.rank == root else None
+    parts = [_room(size, g, rank) for rank, size in enumerate(sizes)] if g.rank == root else None
     g.fast.gather(own, parts, root)
     if parts is not None and object_gather_list is not None:
         object_gather_list[:] = map(_unpack, parts)
@@ -113,7 +113,7 @@ def broadcast_object_list(
         root = g.checked_rank("src", group_rank(g, "src", src, group_src, 0))
         parts = [_pack(obj) for obj in object_list] if g.rank == root else None
     sizes = _announce_sizes(g, parts, len(object_list), root)
-    data = _room(sizes.sum()) if parts is None else _joined(parts)
+    data = _room(sizes.sum(), g, root) if parts is None else _joined(parts)
     g.fast.broadcast(data, root)
     if parts is None:
         object_list[:] = map(_unpack, _cut(data, sizes))
@@ -148,7 +148,7 @@ def scatter_object_list(
             _check_list("scatter_object_input_list", given, Sequence, g.size)
             parts = [_pack(obj) for obj in given]
     sizes = _announce_sizes(g, parts, g.size, root)
-    own = _room(sizes[g.rank])
+    own = _room(sizes[g.rank], g, root)
     g.fast.scatter(own, parts, root)
     scatter_object_output_list[0] = _unpack(own)
 
@@ -215,7 +215,7 @@ def recv_object_list(
         raise UsageError(
             f"rank {g.ranks[sender]} could not send its objects; the error on that rank says why"
         )
-    data = _room(sizes.sum())
+    data = _room(sizes.sum(), g, sender)
     g.p2p.recv_objects(data.view(np.uint8), sender)
     object_list[:] = map(_unpack, _cut(data, sizes))
     return g.ranks[sender]
@@ -238,8 +238,15 @@ def _pack(obj: Any) -> Bytes:
         raise UsageError(f"the object cannot be pickled: {type(error).__name__}: {error}") from error
 
 
-def _room(size: int) -> Bytes:
-    return np.empty(size, OBJECT_BYTES)
+def _room(size: int, g: ProcessGroup, sender: int) -> Bytes:
+    """Return room for `size` bytes of objects; AbortedError: group rank `sender` has sent an impossible size."""
+    try:
+        return np.empty(size, OBJECT_BYTES)
+    except (MemoryError, ValueError) as error:
+        who = g.ranks[sender]
+        raise AbortedError(
+            f"rank {who} announced {size} bytes of objects, for which there is no memory", [who]
+        ) from error
 
 
 def _sizes_of(parts: Sequence[Bytes]) -> Sizes:
@@ -248,7 +255,7 @@ def _sizes_of(parts: Sequence[Bytes]) -> Sizes:
 
 def _joined(parts: Sequence[Bytes]) -> Bytes:
     """Concatenate all parts."""
-    return np.concatenate([_room(0), *parts])
+    return np.concatenate([np.empty(0, OBJECT_BYTES), *parts])
 
 
 def _share_sizes(g: ProcessGroup, own: Bytes) -> Sizes:

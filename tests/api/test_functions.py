@@ -8,13 +8,15 @@ import pickle
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from recorder import Recorder, finished
 
 import fastcoll as dist
-from fastcoll.errors import NotInitializedError, UsageError
+from fastcoll.api import objects
+from fastcoll.errors import AbortedError, NotInitializedError, UsageError
 from fastcoll.job.backends import parse_backend
 from fastcoll.job.groups import groups
 
@@ -329,3 +331,11 @@ def test_the_local_rank_is_the_launchers_or_else_the_argument(monkeypatch: pytes
 def test_a_backend_name_that_is_taken_or_not_a_word_is_refused(name: Any) -> None:
     with pytest.raises(UsageError, match="give a word that is not among"):
         dist.Backend.register_backend(name, lambda *args: Recorder())
+
+
+@pytest.mark.parametrize("size", [-5, 1 << 62])
+def test_an_impossible_size_of_objects_names_its_sender(size: int) -> None:
+    group = Mock(ranks=[3, 4])
+    with pytest.raises(AbortedError, match=rf"rank 4 announced {size} bytes of objects") as caught:
+        objects._room(size, group, 1)
+    assert caught.value.ranks == (4,)
