@@ -124,17 +124,13 @@ def _is_number(text: bytes) -> bool:
     return len(text) <= 20 and text.removeprefix(b"-").isdigit()
 
 
-def _is_flag(fields: Sequence[bytes]) -> bool:
-    return len(fields) == 1 and fields[0] in (b"0", b"1")
-
-
 _WAITING = (Op.GET, Op.WAIT, Op.POP)
 # For each operation: whether the fields of an OK answer to a request of so many keys are possible.
 _SOUND: dict[Op, Callable[[int, Sequence[bytes]], bool]] = {
     **dict.fromkeys((Op.SET, Op.APPEND, Op.WAIT, Op.WILL), lambda keys, fields: not fields),
     Op.GET: lambda keys, fields: 1 <= len(fields) <= keys,
     Op.PEEK: lambda keys, fields: 1 <= len(fields) <= keys,
-    **dict.fromkeys((Op.CHECK, Op.DELETE, Op.RETIRE), lambda keys, fields: _is_flag(fields)),
+    **dict.fromkeys((Op.CHECK, Op.DELETE, Op.RETIRE), lambda keys, fields: [*fields] in ([b"0"], [b"1"])),
     **dict.fromkeys((Op.ADD, Op.NUM_KEYS), lambda keys, fields: len(fields) == 1 and _is_number(fields[0])),
     **dict.fromkeys((Op.COMPARE_SET, Op.POP), lambda keys, fields: len(fields) == 1),
 }
