@@ -33,6 +33,8 @@ SOAKS = {
     "stops": Soak(12, 100, "stops for less than the timeout, and a tenth as many for good"),
     "starving": Soak(15, 600, "seconds"),
     "strangers": Soak(20_000, 1_000_000, "connections"),
+    "frames": Soak(3000, 100_000, "broken frames of a member"),
+    "middle": Soak(15, 500, "groups whose connections are harmed"),
     "signals": Soak(8, 300, "launchers"),
     "churn": Soak(20, 1800, "seconds"),
     "history": Soak(5, 3000, "seconds"),

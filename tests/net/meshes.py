@@ -16,13 +16,13 @@ from typing import Any
 
 import programs
 import pytest
+from soak.proxy import Proxy
 from together import together
 
 from fastcoll import config
 from fastcoll.net.tcp.mesh import Mesh
 from fastcoll.store import HashStore
 from fastcoll.system.processes import Member
-from net.proxy import Proxy
 
 until = partial(programs.until, seconds=60.0)
 

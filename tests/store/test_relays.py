@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from net.proxy import Proxy
+from soak.proxy import Proxy
 
 from fastcoll import StoreError
 from fastcoll.store import TCPStore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from itertools import product
@@ -11,14 +12,15 @@ import pytest
 from soak import phases
 from soak.__main__ import SOAKS
 from soak.kills import CALLS, draw
+from soak.mutations import HEADER_ONLY, MUTATIONS
 
 BENCH = Path(__file__).parents[3] / "bench"
 
 
 # Fewer than `short`, which takes half a minute.
 AMOUNTS = {
-    "kills": 30, "phases": 30, "survivors": 5, "stops": 12, "starving": 9, "strangers": 10_000, "signals": 4,
-    "churn": 10, "history": 5, "schedules": 500,
+    "kills": 30, "phases": 30, "survivors": 5, "stops": 12, "starving": 9, "strangers": 10_000,
+    "frames": 1500, "middle": 10, "signals": 4, "churn": 10, "history": 5, "schedules": 500,
 }  # fmt: skip
 # They also find ranks and launchers that react too late.
 TIMED = ("kills", "phases", "stops", "signals")
@@ -33,6 +35,16 @@ def test_a_short_soak_finds_no_fault(name: str) -> None:
     done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, timeout=1000)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith(f"| {name} | "), done.stdout
+
+
+def test_frames_follow_from_the_seed_and_are_broken_in_every_way() -> None:
+    frame, fields = bytes(range(64)), ((0, 8), (8, 4), (12, 4))
+    for name, mutation in MUTATIONS.items():
+        made = [mutation(random.Random(seed), frame, fields) for seed in range(100)]
+        assert made == [mutation(random.Random(seed), frame, fields) for seed in range(100)]
+        assert (name == "whole") == (set(made) == {frame})
+        if name in HEADER_ONLY:
+            assert all(each[16:] in (frame[16:], frame[16 : len(each)]) for each in made)
 
 
 def test_a_case_follows_from_its_number_and_the_seed() -> None:

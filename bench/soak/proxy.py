@@ -1,4 +1,4 @@
-"""A TCP proxy that makes a network bad: it splits, holds, resets, or half-closes connections."""
+"""A TCP proxy that makes a network bad: it splits, holds, changes, resets, or half-closes connections."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import socket
 import struct
 import threading
+from collections.abc import Callable
 
 
 class Proxy:
@@ -15,11 +16,19 @@ class Proxy:
         target: (address, port) of the real listener.
         transfer: most bytes to forward at a time; 0: as they arrive.
         hold: forward at most so many bytes of a connection in one direction, and set `held`.
+        change: called with the number of bytes that were received before on a connection in one direction, and the
+            next bytes; returns what to forward. ConnectionError: close the connection on both sides.
     """
 
-    def __init__(self, target: tuple[str, int], transfer: int = 0, hold: int = 1 << 60) -> None:
+    def __init__(
+        self,
+        target: tuple[str, int],
+        transfer: int = 0,
+        hold: int = 1 << 60,
+        change: Callable[[int, bytes], bytes] = lambda at, data: data,
+    ) -> None:
         self._target = target
-        self._transfer, self._hold = transfer or 1 << 16, hold
+        self._transfer, self._hold, self._change = transfer or 1 << 16, hold, change
         self.held, self._released = threading.Event(), threading.Event()
         self._ends: list[socket.socket] = []  # of each connection the dialed and the onward one
         self._threads: list[threading.Thread] = []
@@ -84,6 +93,11 @@ class Proxy:
                 if forwarded > self._hold:
                     self.held.set()
                     self._released.wait()
-                sink.sendall(data)
+                try:
+                    changed = self._change(forwarded - len(data), data)
+                except ConnectionError:
+                    source.shutdown(socket.SHUT_RDWR)
+                    break
+                sink.sendall(changed)
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
