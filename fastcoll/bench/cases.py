@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays.dtypes import parse_dtype
-from ..core.operations import KINDS, NATIVE, NO_ARRAY, Kind
+from ..core.operations import KINDS, NATIVE, NO_ARRAY
 from ..errors import UsageError
 
 REDOPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "custom")
@@ -40,14 +40,19 @@ class CaseShape(NamedTuple):
         return self.rounds * (ranks - 1) / ranks if self.rounds else 1.0
 
 
-def _shape_of(kind: Kind) -> CaseShape:
-    rounds = 1 if kind.has_blocks else 2 if kind.reduces and not kind.root else 0
-    return CaseShape(rounds, kind.has_blocks, kind.reduces, bool(kind.root), kind.form != NO_ARRAY)
-
-
 _LEFT_OUT = ("scan", "exscan", "refused", "monitored_barrier")  # nccl-tests has no figures for the first two
 SHAPES: dict[str, CaseShape] = {
-    **{name: _shape_of(kind) for name, kind in KINDS.items() if name in NATIVE and name not in _LEFT_OUT},
+    **{
+        name: CaseShape(
+            1 if kind.has_blocks else 2 if kind.reduces and not kind.root else 0,
+            kind.has_blocks,
+            kind.reduces,
+            bool(kind.root),
+            kind.form != NO_ARRAY,
+        )
+        for name, kind in KINDS.items()
+        if name in NATIVE and name not in _LEFT_OUT
+    },
     "sendrecv": CaseShape(0),
     "update_all_reduce": CaseShape(2, reduces=True),
     "update_symmetric_all_reduce": CaseShape(2, reduces=True),

@@ -181,9 +181,7 @@ class Control:
             if not data:
                 self._lose(fd, peer, "it closed the connection")
             elif len(buffer) == NOTICE_SIZE:
-                notice = Notice.from_bytes(bytes(buffer), self._size)
-                if peer not in self.received or self.received[peer].state == LEAVING:
-                    self.received[peer] = notice
+                self._receive(peer, Notice.from_bytes(bytes(buffer), self._size))
                 buffer.clear()
         except BlockingIOError:
             return
@@ -193,6 +191,10 @@ class Control:
         except OSError as error:
             vanished = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
             self._lose(fd, peer, "its host cannot be reached" if vanished else str(error.strerror))
+
+    def _receive(self, peer: int, notice: Notice) -> None:
+        if peer not in self.received or self.received[peer].state == LEAVING:
+            self.received[peer] = notice
 
     def _lose(self, fd: int, peer: int, how: str) -> None:
         self._poller.unregister(fd)
