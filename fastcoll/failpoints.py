@@ -85,7 +85,7 @@ PLACES = {
     "tcp.meeting.after_listen": "a group is being made: every member listens, and its address is known",
     "tcp.meeting.after_connect": "the group has its first connections",
     "tcp.connection.enter": "a connection for data or messages is being made, at its first use",
-    "hybrid.OPERATION.after_meeting": "all ranks have begun a large call on several nodes, and no data has moved",
+    "hybrid.OPERATION.after_meeting": "all ranks have begun a call whose data moves by nodes, and no data has moved",
     "hybrid.OPERATION.before_done": "the call's data has moved, and the call has not returned",
     "mpi.OPERATION.enter": "a call that is the first of its kind on this rank, or large, is about to begin",
     "mpi.OPERATION.after_meeting": "all ranks have begun such a call (see the row above), and no data has moved",

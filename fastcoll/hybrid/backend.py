@@ -6,14 +6,16 @@ It consists of a TcpBackend of all ranks and two internal groups:
     rail     the ranks with the same local rank on every node, over TCP, or over MPI if FASTCOLL_BETWEEN_NODES is
              mpi; each rail moves one block of the data
 
-Every call begins with a meeting of all ranks over TCP, which finds mismatches and missing ranks as in any group over
-TCP. The TcpBackend then also moves the data of a small call. The internal groups move the data of a large call.
+Every call begins with a meeting of all ranks, which finds mismatches and missing ranks. In a group of more than FLAT
+ranks, the ranks of a node meet in shared memory, and one rank a node goes out (net/tcp/plans/node_meeting.py); then the
+internal groups move the data. In a smaller group, the ranks meet as in any group over TCP, and the TcpBackend also
+moves the data of a small call. Kinds that are not in _ALGORITHMS use TCP between all ranks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -44,12 +46,14 @@ from ..shm.fast import MESSAGES
 from ..store import PrefixStore, Store
 from ..system.processes import Member, Topology
 
+FLAT = MEET_RANKS
+"""Largest number of ranks that exchange headers over TCP in one step, and with them small data."""
 DIRECT = 512 << 10
-"""Bytes up to which groups of at most MEET_RANKS ranks use TCP between all ranks. On two hosts with two ranks each (one
+"""Bytes up to which groups of at most FLAT ranks use TCP between all ranks. On two hosts with two ranks each (one
 core per host, AMD EPYC), an all_reduce of 256 KiB takes 480 us by the internal groups and 370 us by TCP between all
 ranks; one of 1 MiB takes 1.15 ms and 1.36 ms."""
 SMALL = 64 << 10
-"""In groups of more than MEET_RANKS ranks: bytes up to which only one rank of each node exchanges data with other
+"""In groups of more than FLAT ranks: bytes up to which only one rank of each node exchanges data with other
 nodes. If so little data is divided among the rails, this saves less time than the additional round takes."""
 SEGMENT = 8 << 20
 """Bytes of a segment of a rail's block. While a rail sends one segment, the node reduces the next in shared memory. On
@@ -89,7 +93,8 @@ class HybridBackend(Backend):
             return made
 
         try:
-            everyone = TcpBackend.make(store, name, members, rank, timeout)
+            nodes = topology.nodes if len(members) > FLAT else ()
+            everyone = TcpBackend.make(store, name, members, rank, timeout, nodes=nodes)
             # If the members are not the whole world, this rank does not know how many other ranks share the node.
             is_world = len(members) == members[rank].world_size
             inside = partial(ShmBackend.make, neighbours=len(topology.local) if is_world else None)
@@ -129,7 +134,10 @@ class HybridBackend(Backend):
         self._groups = list(groups)
         self.local = groups[0]
         self.rail = groups[1] if len(groups) > 1 else None
-        self._direct = DIRECT if self.gate.size <= MEET_RANKS else 0
+        self._direct = DIRECT
+        if self.gate.size > FLAT:
+            self._direct = 0
+            everyone.context.share_lines(near.header_lines())
         self._near = near
         self.narrows = between_nodes() == TcpBackend.make
         everyone.route({peer: (near.pipe, index) for index, peer in enumerate(topology.local)})
@@ -232,12 +240,30 @@ class HybridBackend(Backend):
         self.local.fast.broadcast(x, 0)
 
     def _reduce(self, operation: Operation) -> None:
-        (out,), (x,) = operation.outputs, operation.inputs
-        is_root = self.gate.rank == operation.root
-        total = out if is_root and out is x else x.copy()
-        self._all_reduce(Operation("all_reduce", (total,), (), operation.op))
+        """Reduce inside the nodes, then along the rails to the root's node, where the root gathers the blocks."""
+        (out,), (x,), op = operation.outputs, operation.inputs, operation.op
+        assert op is not None
+        (node, index), is_root = self._topology.home_of(operation.root), self.gate.rank == operation.root
+        place = None if x.nbytes > SMALL else index if index < self._topology.rails else 0
+        segments = [*zip(self._segments_of(x), self._segments_of(out), strict=True)]
+
+        def begin(segment: Array, result: Array) -> tuple[Array, Array, Work | None]:
+            blocks = self._blocks_of(segment, place)
+            own, work = np.empty_like(blocks[self._topology.local_rank]), None
+            self.local.fast.reduce_scatter(own, blocks, sum_for(op))
+            if self.rail is not None and place in (None, self._topology.local_rank):
+                work = self.rail.fast.reduce(own, node, sum_for(op), async_op=len(segments) > 1)
+            return result, own, work
+
+        def end(result: Array, own: Array, work: Work | None) -> None:
+            if work is not None:
+                work.join()
+            if self._topology.node == node:
+                self.local.fast.gather(own, self._blocks_of(result, place) if is_root else None, index)
+
+        _overlap(segments, begin, end)
         if is_root:
-            out[...] = total
+            self._divide(out, op)
 
     def _reduce_scatter(self, operation: Operation) -> None:
         """Reduce inside the node, each rank the blocks for the ranks of its rail. Then reduce along the rails."""
@@ -288,38 +314,40 @@ class HybridBackend(Backend):
         return cast("Work | None", done)
 
     def _reduce_by_rails(self, x: Array, op: ReduceOp, narrow: Narrow | None) -> None:
-        """Reduce x segment by segment: the rails reduce the blocks of a segment while the node reduces the next one."""
-        before: tuple[list[Array], Work | None] | None = None
-        rails = self._topology.rails
-        length = max(rails, rails * SEGMENT // x.itemsize)
-        segments = cut(x.reshape(-1), length)
-        lost = None if narrow is None or narrow.lost is None else cut(narrow.lost.reshape(-1), length)
-        for number, segment in enumerate(segments):
-            blocks = self._blocks_of(segment)
-            own = blocks[self._topology.local_rank]
-            self.local.fast.reduce_scatter(own, blocks, sum_for(op))
+        """Reduce x segment by segment, in the node and along the rails, and exchange the blocks inside the node."""
+        segments, lost = self._segments_of(x), None if narrow is None else narrow.lost
+        losses = [None] * len(segments) if lost is None else self._segments_of(lost)
+        here = self._topology.local_rank
+
+        def begin(segment: Array, lost: Array | None) -> tuple[list[Array], Work | None]:
+            blocks, part = self._blocks_of(segment), narrow
+            self.local.fast.reduce_scatter(blocks[here], blocks, sum_for(op))
+            if part is not None and lost is not None:  # what rounding takes from this rank's block
+                part = part._replace(lost=self._blocks_of(lost)[here])
             # With a single segment there is no overlap, so the hand-over to another thread would only cost time.
-            overlaps = len(segments) > 1
-            if narrow is not None and lost is not None:  # what rounding takes from this rank's block
-                narrow = narrow._replace(lost=self._blocks_of(lost[number])[self._topology.local_rank])
-            work = self._reduce_between_nodes(own, op, narrow, overlaps)
-            if before is not None:
-                self._share(*before, op)
-            before = blocks, work
-        if before is not None:
-            self._share(*before, op)
+            return blocks, self._reduce_between_nodes(blocks[here], op, part, len(segments) > 1)
 
-    def _share(self, blocks: list[Array], work: Work | None, op: ReduceOp) -> None:
-        """Wait for the rail's reduction of this rank's block, then exchange the blocks inside the node."""
-        own = blocks[self._topology.local_rank]
-        if work is not None:
-            work.join()
-        self._divide(own, op)
-        self.local.fast.all_gather(blocks, own)
+        def end(blocks: list[Array], work: Work | None) -> None:
+            if work is not None:
+                work.join()
+            self._divide(blocks[here], op)
+            self.local.fast.all_gather(blocks, blocks[here])
 
-    def _blocks_of(self, segment: Array) -> list[Array]:
-        """Divide a segment into a block for each rank on this node; ranks without a rail have empty blocks."""
+        _overlap(zip(segments, losses, strict=True), begin, end)
+
+    def _segments_of(self, x: Array) -> list[Array]:
+        """Divide an array into segments, whose blocks have SEGMENT bytes."""
+        rails = self._topology.rails
+        return cut(x.reshape(-1), max(rails, rails * SEGMENT // x.itemsize))
+
+    def _blocks_of(self, segment: Array, place: int | None = None) -> list[Array]:
+        """Divide a segment into a block for each rank on this node; ranks without a rail have empty blocks.
+
+        If a `place` is given, the local rank with this number has all of the segment.
+        """
         blocks = shares(segment, self._topology.rails)
+        if place is not None:
+            blocks = [segment[:0]] * place + [segment]
         return blocks + [segment[:0]] * (self.local.size - len(blocks))
 
     def _divide(self, x: Array, op: ReduceOp) -> None:
@@ -337,15 +365,31 @@ class HybridBackend(Backend):
             group.abort(str(self.gate.failure))
 
     def close(self, reason: GroupError | None) -> None:
-        self.messages.close(reason)  # first, because messages use the memory that closing `local` unmaps
+        # Last, `local` unmaps the memory that messages and meetings use.
+        self.messages.close(reason)
+        self._everyone.close(reason)
         for group in self._groups:
             group.close(self.monitor.exit_reason)
-        self._everyone.close(reason)
 
     def disown(self, error: GroupError) -> None:
         self._everyone.disown(error)
         for group in self._groups:
             group.disown(error)
+
+
+def _overlap(items: Iterable[tuple[Any, ...]], begin: Callable[..., Any], end: Callable[..., None]) -> None:
+    """Begin each item before the one before it is ended: one travels between nodes while its node reduces the next.
+
+    `begin` takes the fields of an item, and returns the arguments of `end`.
+    """
+    before = None
+    for item in items:
+        begun = begin(*item)
+        if before is not None:
+            end(*before)
+        before = begun
+    if before is not None:
+        end(*before)
 
 
 _ALGORITHMS: dict[str, Callable[[HybridBackend, Operation], None]] = {

@@ -38,7 +38,7 @@ from .calls import Calls
 from .context import ShmContext, backoff, words_for
 from .fast import Fast
 from .inline_start import InlineStart
-from .layout import STATE
+from .layout import HEADER, RESULT, STATE
 from .meeting import Met, meet
 from .monitor import ShmMonitor
 from .pipe import RingPipe
@@ -135,6 +135,16 @@ class ShmBackend(Backend):
         if reach & READS:
             sections = map(self._segment.layout.section, range(self.gate.size))
             self.pipe.go_direct(algorithms, pids, [self._segment.address + at + STATE for at in sections])
+
+    def header_lines(self) -> list[int]:
+        """Return the addresses of the lines of a larger group's headers: of each rank, then of the result (layout.py).
+
+        They are valid until the backend is closed.
+        """
+        sections = [
+            self._segment.address + self._segment.layout.section(rank) for rank in range(self.gate.size)
+        ]
+        return [*(section + HEADER for section in sections), sections[0] + RESULT]
 
     def begin_at_once(self) -> None:
         self.inline_start.begin_at_once()

@@ -102,6 +102,7 @@ HOW: dict[str, tuple[str, Callable[[int], None], Callable[[], None]]] = {
     "shared": ("shm", _go_direct, _share_arrays),
     "attach late": ("shm", _attach_late, lambda: None),
     "nodes": ("auto", net_victims.live_on_nodes, lambda: None),
+    "by nodes": ("auto", net_victims.meet_by_nodes, lambda: None),
 }
 """Ways of the data: the backend, what a rank does before it starts, and what after its first call."""
 

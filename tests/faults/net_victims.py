@@ -14,6 +14,7 @@ from interrupts import interrupted
 
 import fastcoll as dist
 from fastcoll import GroupError, config
+from fastcoll.hybrid import backend as hybrid
 from fastcoll.net.tcp import entries as net
 from fastcoll.shm import backend as shm
 from fastcoll.system import processes
@@ -33,6 +34,12 @@ def arm(failpoint: str) -> None:
 def live_on_nodes(rank: int, share: int = 2) -> None:
     """Have each `share` ranks pretend to be on one node, with another /dev/shm than the others."""
     processes._shm_device = lambda: 1_000_000 + rank // share  # type: ignore[assignment]
+
+
+def meet_by_nodes(rank: int) -> None:
+    """Live on nodes of two ranks, and meet by nodes as the ranks of a larger group do."""
+    live_on_nodes(rank)
+    hybrid.FLAT = 0
 
 
 def interrupt_large(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:

@@ -28,8 +28,25 @@ ON_NODES = {
         ("hybrid.all_gather.after_meeting", 0), ("shm.all_gather.before_done", 1), ("tcp.all_gather.enter", 2),
     ],
     "reduce_scatter": [("hybrid.reduce_scatter.before_done", 0), ("tcp.reduce_scatter.mid_chunk", 1)],
+    "reduce": [("hybrid.reduce.before_done", 1), ("tcp.reduce.mid_chunk", 2), ("shm.gather.after_publish", 1)],
     "batch_isend_irecv": [("tcp.message.piece_sent", 3), ("shm.message.piece_read", 1)],
 }  # fmt: skip
+# The same of ranks that meet by nodes; the first rank of each node goes out.
+BY_NODES = {
+    "barrier": [
+        ("tcp.barrier.enter", 0), ("tcp.barrier.enter", 3), ("tcp.none.mid_chunk", 1), ("tcp.none.mid_chunk", 2),
+        ("tcp.barrier.after_done", 0),
+    ],
+    "all_reduce": [("hybrid.all_reduce.after_meeting", 0), ("shm.reduce.after_publish", 3)],
+    "reduce": [("tcp.reduce.enter", 2), ("hybrid.reduce.before_done", 1), ("shm.gather.enter", 1)],
+    "broadcast": [("tcp.broadcast.before_done", 0), ("hybrid.broadcast.before_done", 3)],
+    "all_gather": [("tcp.all_gather.after_meeting", 2), ("hybrid.all_gather.before_done", 1)],
+    "reduce_scatter": [("hybrid.reduce_scatter.after_meeting", 3), ("tcp.reduce_scatter.enter", 0)],
+}  # fmt: skip
+
+
+def by_nodes(op: str, count: int) -> list[tuple[object, ...]]:
+    return [die(op, f"{place}@4", count, victim, "by nodes", n=4) for place, victim in BY_NODES[op]]
 
 
 def on_nodes(op: str) -> list[tuple[object, ...]]:
@@ -50,6 +67,7 @@ def test_killed_rank_is_named_within_two_seconds() -> None:
     see(of_short_calls("all_reduce"), WITHIN)
     see([die("send_recv", "tcp.message.piece_read@9", LONG, 1, "tcp")], WITHIN)
     see(on_nodes("all_reduce"), WITHIN)
+    see(by_nodes("barrier", SHORT), WITHIN)
 
 
 @pytest.mark.long
@@ -87,6 +105,18 @@ def test_killed_rank_of_four() -> None:
 @pytest.mark.parametrize("op", ON_NODES)
 def test_killed_rank_of_two_nodes(op: str) -> None:
     see(on_nodes(op))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("op", BY_NODES)
+def test_killed_rank_of_two_nodes_whose_ranks_meet_by_nodes(op: str) -> None:
+    see(by_nodes(op, SHORT))
+    if op not in ("barrier", "all_reduce"):
+        see(by_nodes(op, LONG))
+
+
+def test_killed_rank_in_a_barrier_by_nodes() -> None:
+    see(by_nodes("barrier", SHORT))
 
 
 @pytest.mark.parametrize("victim", [2, 4])

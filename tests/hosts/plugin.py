@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if (hosts := config.getoption("ranks_hosts")) is not None:
         config.pluginmanager.register(Placing(hosts), "fastcoll-ranks-hosts")
     if config.getoption("ranks_through_nodes"):
-        hybrid.DIRECT = 0
+        hybrid.FLAT = 0
 
 
 class Placing:

@@ -141,7 +141,7 @@ def test_one_rank_of_each_node_exchanges_small_arrays(
     rank: int, world_size: int, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in groups of many ranks."""
-    monkeypatch.setattr(hybrid, "DIRECT", 0)
+    monkeypatch.setattr(hybrid, "FLAT", 0)
     start(UNEVEN)
     check(rank, world_size, SMALL - 8)
     check_narrow(rank, world_size, SMALL - 8)

@@ -136,7 +136,7 @@ def _alias(interval: Interval, same: tuple[int, int]) -> Interval:
 
 def reads(row: Row) -> list[Interval]:
     """Return the bytes that a row reads; t.FOLD and t.REDUCE count as writing."""
-    if row[t.KIND] in (t.SEND, t.SOURCE, t.PAYLOAD):
+    if row[t.KIND] in (t.SEND, t.SOURCE, t.PAYLOAD, t.POST):
         return [(row[t.BUFFER], row[t.OFFSET], row[t.OFFSET] + row[t.NBYTES])]
     if row[t.KIND] in COPIES:
         return [(row[t.BUFFER2], row[t.OFFSET2], row[t.OFFSET2] + row[t.NBYTES])]
@@ -144,7 +144,7 @@ def reads(row: Row) -> list[Interval]:
 
 
 def writes(row: Row) -> list[Interval]:
-    if row[t.KIND] in (t.RECV, t.REDUCE, t.FOLD, *COPIES):
+    if row[t.KIND] in (t.RECV, t.REDUCE, t.FOLD, t.AWAIT, *COPIES):
         return [(row[t.BUFFER], row[t.OFFSET], row[t.OFFSET] + row[t.NBYTES])]
     return []
 
@@ -167,6 +167,7 @@ class Rank:
         # By (sends, peer): the rows in progress; the first one moves.
         self.queues: dict[tuple[bool, int], deque[Row]] = {}
         self.moved: dict[tuple[bool, int], int] = {}  # items of the first row
+        self.lines: dict[int, str] = {}
 
     def payloads(self) -> list[Row]:
         return self._phases.popleft() if self._phases and self._phases[0][0][t.PHASE] == t.ATTACHED else []
@@ -180,6 +181,11 @@ class Rank:
                     self.part(row)[:] = self.interval(row[t.BUFFER2], row[t.OFFSET2], row[t.NBYTES])
                 elif row[t.KIND] == t.FOLD:
                     self._fold(row, rows[number + 1 : number + 1 + row[t.PEER]])
+                elif row[t.KIND] == t.POST:
+                    require(row[t.PEER] not in self.lines, "a line is posted twice", row)
+                    (self.lines[row[t.PEER]],) = self.part(row)
+                elif row[t.KIND] == t.AWAIT:
+                    self.queues[False, line_key(row[t.PEER])] = deque([row])
                 elif row[t.KIND] != t.SOURCE:
                     self.queues.setdefault((row[t.KIND] == t.SEND, row[t.PEER]), deque()).append(row)
         return bool(self.queues)
@@ -202,7 +208,7 @@ class Rank:
         for at in range(done, done + count):
             if row[t.KIND] == t.SEND:
                 channel.append(part[at])
-            elif row[t.KIND] == t.RECV:
+            elif row[t.KIND] in (t.RECV, t.AWAIT):
                 part[at] = channel.popleft()
             else:
                 got = channel.popleft()
@@ -217,6 +223,11 @@ class Rank:
         self.queues[key].popleft()
         if not self.queues[key]:
             del self.queues[key]
+
+
+def line_key(line: int) -> int:
+    """Return the number in place of a peer's for a row that waits for a line."""
+    return -1 - line
 
 
 def joined(*items: str) -> str:
@@ -237,6 +248,7 @@ def simulate(
     frames: Sequence[np.ndarray] | None = None,
     capacity: int = 1 << 60,
     seed: int = 0,
+    nodes: Sequence[Sequence[int]] = (),
 ) -> list[Rank]:
     """Run all ranks' plans to their ends; the results are in the arrays and the other buffers of the ranks.
 
@@ -244,10 +256,14 @@ def simulate(
         frames: the contents of each rank's FRAMES at the start; None: garbage.
         capacity: items that the connection from one rank to another buffers.
         seed: of the schedule.
+        nodes: the ranks that share lines.
     """
     size, chance = len(plans), random.Random(seed)
     frames = frames or [rubbish(size * frame_stride // itemsize) for _ in plans]
     ranks = [Rank(plan, arrays[k], itemsize, frames[k]) for k, plan in enumerate(plans)]
+    for node in nodes:
+        for number in node:
+            ranks[number].lines = ranks[node[0]].lines
     _meet(ranks, frame_stride)
     channels: dict[tuple[int, int], deque[str]] = defaultdict(deque)
     working = {number for number in range(size) if ranks[number].advance()}
@@ -273,7 +289,10 @@ def _step(rank: Rank, number: int, channels: dict, capacity: int, chance: random
     keys = list(rank.queues)
     moved = 0
     for key in chance.sample(keys, len(keys)):
-        channel = channels[(number, key[1]) if key[0] else (key[1], number)]
+        if key[1] < 0:
+            channel = deque(text for line, text in rank.lines.items() if line_key(line) == key[1])
+        else:
+            channel = channels[(number, key[1]) if key[0] else (key[1], number)]
         transfer = chance.choice((1, 3, 1 << 60))
         moved += rank.move(key, channel, transfer, capacity - len(channel))
     return moved

@@ -1,4 +1,4 @@
-"""The kernels of fastcoll/shm as plain Python on a memory of words, for explorer.py.
+"""The kernels that share memory as plain Python on a memory of words, for explorer.py.
 
 `load` executes the package's own source files with decorators that compile nothing and with instructions that access
 the memory of a `Machine`. So a change of a protocol changes what is explored. A `plant` replaces some text of a file,
@@ -29,9 +29,9 @@ FENCE = SHARED + (1 << 36)
 READ, LOAD, STORE, SWAP, AWAIT, REST, END = "read", "load", "store", "swap", "await", "rest", "end"
 
 _FILES = (
-    "kernels.primitives kernels.copy kernels.waiting kernels.pyobjects shm.layout shm.autotune shm.context_layout "
-    "shm.rounds shm.validate shm.single_copy shm.movement shm.reductions shm.rings shm.ring_kernels "
-    "shm.requests"
+    "kernels.primitives kernels.copy kernels.waiting kernels.lines kernels.pyobjects shm.layout shm.autotune "
+    "shm.context_layout shm.rounds shm.validate shm.single_copy shm.movement shm.reductions shm.rings "
+    "shm.ring_kernels shm.requests"
 ).split()
 
 FOUND = "gave|is read while|store plainly|deadlock|has ended with|is seen as"

@@ -15,7 +15,9 @@ def test_parts_do_not_overlap(size: int, per_rank: int) -> None:
     plan = layout.plan(size, per_rank)
     last_header = plan.headers_at + (size - 1) * layout.RING_HEADER
     last_ring = plan.rings_at + (size - 1) * plan.ring
-    assert layout.REASON + layout.REASON_BYTES <= layout.CONTROL
+    assert (
+        layout.REASON + layout.REASON_BYTES <= layout.HEADER < layout.RESULT <= layout.CONTROL - layout.LINE
+    )
     assert sum(plan.slots_of(0)) <= plan.section(0) + plan.headers_at
     assert last_header <= plan.rings_at
     assert last_ring <= plan.stride

@@ -29,6 +29,7 @@ from ...core.status import AGAIN, DONE, GARBLED, GONE, LATER, MISMATCH
 from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError, MismatchError
 from ...kernels.reduce import HALVES, reducer
 from ...kernels.sockets import CLOSED
+from ...kernels.waiting import SPINS, YIELDS
 from ...p2p.engine import Engine
 from ...p2p.pipe import Pipe
 from ...record.recorder import GroupRecorder
@@ -44,7 +45,7 @@ from .pipe import TcpPipe
 from .plans.choose import plan_for
 from .plans.narrowed import plans_of
 from .plans.plan import Plan
-from .plans.shape import MEET_RANKS, CallShape, default_limits
+from .plans.shape import CallShape, default_limits
 from .recovery_endpoint import TcpRecoveryEndpoint
 
 logger = logging.getLogger("fastcoll")
@@ -52,6 +53,8 @@ _CLOSE_SECONDS, _SETTLE_MS = 5.0, 50
 # A thread sleeps after this many sweeps in which nothing moved. _DEDICATED holds if every rank has a core of its own;
 # these sweeps take about 50 us.
 _DEDICATED, _OVERSUBSCRIBED = 50, 1
+# How often a thread polls for a header of a rank of its node, and then yields, before it sleeps (kernels/lines.py).
+_LINE_WAITS = {_DEDICATED: (2000, 0), _OVERSUBSCRIBED: (0, 1)}
 _TRY = 1000  # ns that a sweep takes in which no message moves (mail_sweep.py)
 # When a peer has closed a connection, how long this rank waits for the reason, which arrives on another connection.
 _REASON_SECONDS = 2.0
@@ -73,6 +76,7 @@ class TcpBackend(Backend):
         rank: int,
         timeout: float,
         crowd: Sequence[Member] | None = None,
+        nodes: Sequence[Sequence[int]] = (),
     ) -> TcpBackend:
         """Meet the other members over the network; collective.
 
@@ -80,6 +84,7 @@ class TcpBackend(Backend):
 
         Args:
             crowd: the ranks that run on the hosts' cores; None: only the members.
+            nodes: the group ranks of each node, if they meet by nodes; `context.share_lines` must follow.
 
         Raises:
             RendezvousError: two members cannot reach each other; the error names both, and the address.
@@ -87,9 +92,16 @@ class TcpBackend(Backend):
         """
         mesh = Mesh.make(store, name, members, rank, timeout)
         gate = Gate(name, [member.rank for member in members], rank, timeout)
-        return cls(gate, members, mesh, crowd or members)
+        return cls(gate, members, mesh, crowd or members, nodes)
 
-    def __init__(self, gate: Gate, members: Sequence[Member], mesh: Mesh, crowd: Sequence[Member]) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        members: Sequence[Member],
+        mesh: Mesh,
+        crowd: Sequence[Member],
+        nodes: Sequence[Sequence[int]] = (),
+    ) -> None:
         self.gate = gate
         self.monitor = mesh.monitor
         self._mesh = mesh
@@ -97,12 +109,15 @@ class TcpBackend(Backend):
         here = [member for member in crowd if member.boot_id == members[gate.rank].boot_id]
         backoff = _DEDICATED if len(here) <= len(cores_of(here)) else _OVERSUBSCRIBED
         self._limits = default_limits(gate.size)
+        if nodes:
+            self._limits = self._limits._replace(payload=0)
         self._record = GroupRecorder(gate.name, members, gate.rank, self.name, words.CONTEXT_WORDS)
         self._record.follow(words.CALLS, words.FINISHED, since=words.BEGAN)
         self.monitor.record = self._record
         context = self._record.context
-        self.context = NetContext(gate.size, gate.rank, self._limits, mesh.streams, backoff, context)
+        self.context = NetContext(gate.size, gate.rank, self._limits, mesh.streams, backoff, context, nodes)
         self.context.words[words.RING] = self._record.ring
+        self.context.words[[words.BACKOFF + SPINS, words.BACKOFF + YIELDS]] = _LINE_WAITS[backoff]
         self.pipe = TcpPipe(mesh, self.monitor, backoff * _TRY)
         self.messages: Engine
         self.route({})
@@ -232,8 +247,8 @@ class TcpBackend(Backend):
             number, heads, notes = self.context.heads()
             engine.after_mismatch.call(self.context.address)
             notes[self.gate.rank] = self.gate.refusal
-            # In larger groups, headers carry no texts: `mismatch` gathers them.
-            with_headers = notes if self.gate.size <= MEET_RANKS else None
+            # Combined headers carry no texts: `mismatch` gathers them.
+            with_headers = None if self.context.combines else notes
             raise self._collective.mismatch(number, heads, prepared.sizes, notes=with_headers)
         peer, doing = self.context[words.PEER], self.doing()
         if code == GARBLED:
@@ -300,7 +315,7 @@ class TcpBackend(Backend):
         """
         kind, outputs, inputs, op, root, parts, narrow = operation
         arrays = outputs if KINDS[kind].is_in_place else (*outputs, *inputs)  # in the order of plans/plan.py
-        if kind == "refused" and self.gate.size <= MEET_RANKS:
+        if kind == "refused" and not self.context.combines:
             # The headers carry the text of the refusal. A second call could not gather the texts, because ranks that
             # returned early from this call would not take part in it.
             outputs = arrays = (np.zeros(signature.NOTE_BYTES, np.uint8),)
@@ -364,6 +379,7 @@ class TcpBackend(Backend):
             self._release()
         else:
             self._releases_later = True
+        self.context.drop_lines()
         if turn:
             self.gate.lock.release()
 

@@ -11,11 +11,13 @@ from ...core.operands import Array
 from ...core.operations import KINDS
 from ...kernels import waiting
 from ...kernels.primitives import address_of
+from ...kernels.shared_words import read
 from . import engine_layout as w
 from .executor import IO_BYTES
 from .meet import AHEAD, PIGGYBACK_BYTES
 from .plans import plan as t
 from .plans.circulant import combine_headers, gather_headers, known_before
+from .plans.node_meeting import combine_by_nodes
 from .plans.shape import HEADER_BYTES, MEET_RANKS, CallShape, Limits
 
 BUDGET = 50_000_000  # ns after which the engine returns so that Python looks at signals, deadlines and peers
@@ -87,11 +89,25 @@ class NetContext:
     Args:
         backoff: the number of sweeps in which nothing moves before the thread sleeps.
         words: memory for the context, CONTEXT_WORDS zeros.
+        nodes: the ranks of each node, if they meet by nodes (plans/node_meeting.py). `share_lines` must follow.
+
+    Attributes:
+        combines: whether headers are combined on their way, so that nothing is attached to them.
     """
 
     def __init__(
-        self, size: int, rank: int, limits: Limits, streams: int, backoff: int, words: Array | None = None
+        self,
+        size: int,
+        rank: int,
+        limits: Limits,
+        streams: int,
+        backoff: int,
+        words: Array | None = None,
+        nodes: Sequence[Sequence[int]] = (),
     ) -> None:
+        self.combines = size > MEET_RANKS or len(nodes) > 0
+        self._nodes = nodes or [(each,) for each in range(size)]
+        self._node = next(number for number, node in enumerate(self._nodes) if rank in node)
         self.size, self.rank, self.streams = size, rank, streams
         frame = limits.stride
         self.words = np.zeros(w.CONTEXT_WORDS, np.int64) if words is None else words
@@ -113,23 +129,27 @@ class NetContext:
             (w.POLLFDS, 2 * streams),
         ):
             self._keep(word, np.zeros(size * count, np.int64))
-        self._buffers[t.FRAMES] = address_of(self._inbox) + (HEADER_BYTES if size <= MEET_RANKS else 0)
+        self._buffers[t.FRAMES] = address_of(self._inbox) + (0 if self.combines else HEADER_BYTES)
         self._scratch = np.empty(0, np.uint8)
         self._next = self._keep(w.NEXT, np.ones(size, np.int64))
-        meets = size if size <= MEET_RANKS else 0
+        meets = 0 if self.combines else size
         self._records = self._keep(w.RECORDS, np.zeros((AHEAD, meets, 2), np.int64))
         self._notes = self._keep(w.NOTES, np.zeros((meets, 8 + signature.NOTE_BYTES), np.uint8))
         self.met = [peer for peer in range(size) if peer != rank]
         """The peers with which a meeting exchanges headers."""
-        if size > MEET_RANKS:
+        self._lines = self._keep(w.LINES, np.zeros(0, np.int64))
+        self._no_line = np.zeros(HEADER_BYTES // 8, np.int64)
+        if self.combines:
             meeting = CallShape("barrier", size, rank, (), limits)
-            self._meeting = PreparedPlan(0, meeting, combine_headers(size, rank, HEADER_BYTES))
+            by_nodes = combine_by_nodes(nodes, rank, HEADER_BYTES) if nodes else None
+            self._meeting = PreparedPlan(0, meeting, by_nodes or combine_headers(size, rank, HEADER_BYTES))
             self._gathering = PreparedPlan(0, meeting, gather_headers(size, rank, HEADER_BYTES))
             self.words[[w.MEETING, w.GATHERING]] = self._meeting.address, self._gathering.address
             # `met` also has the ranks at the distances 1, 2, 4, ..., with which plans exchange data. So even ranks
             # whose calls differ ask for the same connections; a connection for which only one side asks would time out.
             steps = [sign << k for k in range((size - 1).bit_length()) for sign in (1, -1)]
-            self.met = sorted({*self._meeting.peers, *((rank + step) % size for step in steps)} - {rank})
+            peers = {*self._meeting.peers, *self._gathering.peers}
+            self.met = sorted({*peers, *((rank + step) % size for step in steps)} - {rank})
             for prepared in (self._meeting, self._gathering):
                 self.make_room(prepared)
 
@@ -171,23 +191,41 @@ class NetContext:
         return self._inbox.reshape(self.size, -1)[:, : HEADER_BYTES // 8]
 
     def late_ranks(self) -> list[int]:
-        """Return the ranks whose headers the current call waits for."""
-        if self.size <= MEET_RANKS:
+        """Return the ranks whose headers the current call waits for, of other nodes all whose headers it lacks."""
+        if not self.combines:
             return self.waited_for
         if self[w.STAGE] == w.GATHER:
             return np.flatnonzero(self.headers()[:, w.NUMBER] < self[w.CALLS]).tolist()
         if self[w.STAGE] != w.MEET:
             return []
-        table = self._meeting.plan.table
+        table, count = self._meeting.plan.table, len(self._nodes)
         phase = int(table[min(self[w.PHASE], len(table) - 1), t.PHASE])
-        known = [*known_before(self.size), self.size][phase]
-        return sorted((self.rank + step) % self.size for step in range(known, self.size))
+        known = [*known_before(count), count][max(0, phase - (self._lines.size > 0))]
+        unknown = (self._nodes[(self._node + step) % count] for step in range(known, count))
+        return sorted([*self._late_here(), *(rank for node in unknown for rank in node)])
+
+    def share_lines(self, addresses: Sequence[int]) -> None:
+        """Set the addresses of the node's lines. Must be called before the first call."""
+        self._lines = self._keep(w.LINES, np.array(addresses, np.int64))
+
+    def drop_lines(self) -> None:
+        """Stop using the node's lines, so that their memory may be unmapped. The engine must not be running."""
+        self._lines[:] = address_of(self._no_line)
+
+    def _late_here(self) -> list[int]:
+        """Return the ranks of this node that have not posted their headers of the current call."""
+        posted = map(read.call, self._lines[:-1].tolist())
+        return [
+            rank
+            for rank, number in zip(self._nodes[self._node], posted, strict=False)
+            if number < self[w.CALLS]
+        ]
 
     @property
     def is_ahead(self) -> bool:
         """Whether a call from which this rank returned early has unread headers."""
         others = np.arange(self.size) != self.rank
-        return self.size <= MEET_RANKS and bool((self._next[others] <= self[w.CALLS]).any())
+        return not self.combines and bool((self._next[others] <= self[w.CALLS]).any())
 
     def heads(self) -> tuple[int, list[tuple[int, int]], list[str]]:
         """Return the current call's number, all ranks' call words and shapes, and the texts of refusals."""
@@ -217,7 +255,9 @@ class NetContext:
 
     @property
     def waited_for(self) -> list[int]:
-        """The peers whose connections the engine last waited for."""
+        """The peers whose connections or lines the engine last waited for."""
+        if self[w.AWAITED] and self[w.STAGE] == w.MEET:
+            return self._late_here() or [self._nodes[self._node][0]]
         listed = self._kept[w.POLLFDS][: self[w.WAITING]] & 0xFFFFFFFF
         return np.flatnonzero(np.isin(self.fds, listed).any(axis=1)).tolist()
 

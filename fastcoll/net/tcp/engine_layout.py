@@ -54,7 +54,10 @@ FINISHED = NEXT + 10  # number of the last complete call
 BEGAN = NEXT + 11  # when the current call began, in ns
 # Address of the prepared call that sends all headers to all ranks if the combined headers show a mismatch.
 GATHERING = NEXT + 12
-CONTEXT_WORDS = NEXT + 13
+# The lines (plans/node_meeting.py) of the ranks of this node, and of the result: the address of a table with their
+# addresses; and the address of the line for which the thread waits, 0 if it waits for connections.
+LINES, AWAITED = NEXT + 13, NEXT + 14
+CONTEXT_WORDS = NEXT + 15
 
 # ---- a prepared call ----------------------------------------------------------------------------------
 CALL, SHAPE = 0, 1  # see core/signature.py

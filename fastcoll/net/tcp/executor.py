@@ -22,6 +22,7 @@ from ...core.travel import NARROW, WIDEN
 from ...failpoints import number_of
 from ...kernels.copy import copy, move
 from ...kernels.failing import failing, reached
+from ...kernels.lines import post, sleep_until, take
 from ...kernels.primitives import call_reducer, load_word, store_word, word_at
 from ...kernels.pyobjects import DATA, ITEMS, LENGTH, Index, PyObject, integer, object_at
 from ...kernels.recording import record_call, record_end
@@ -107,6 +108,29 @@ def _convert(c, d, row):
     call_reducer(load_word(d, w.REDUCER), code, target, sources, n, count)
 
 
+@inlined
+def _line_of(c, row):
+    """Return the address of the line of a POST or AWAIT row."""
+    return load_word(load_word(c, w.LINES), load_word(row, t.PEER))
+
+
+@kernel
+def _take(c, row, progress, listing):
+    """Copy the header that an AWAIT row waits for, if it is posted. With `listing`, list the line instead.
+
+    Returns DONE if an earlier sweep has copied the header, PENDING if this one has, else PENDING - 1.
+    """
+    if load_word(progress, 0) != 0:
+        return DONE
+    line, target = _line_of(c, row), _address_of(c, row, t.BUFFER, t.OFFSET)
+    if listing:
+        store_word(c, w.AWAITED, line)
+    elif take(line, load_word(c, w.CALLS), target, load_word(row, t.NBYTES)):
+        store_word(progress, 0, 1)
+        return PENDING
+    return PENDING - 1
+
+
 @kernel
 def begin_phase(c, d, row):
     """Begin the phase whose first row is `row`.
@@ -131,6 +155,9 @@ def begin_phase(c, d, row):
         elif load_word(at, t.KIND) == t.COPY:
             source = _address_of(c, at, t.BUFFER2, t.OFFSET2)
             copy(_address_of(c, at, t.BUFFER, t.OFFSET), source, load_word(at, t.NBYTES))
+        elif load_word(at, t.KIND) == t.POST:
+            post(_line_of(c, at), _address_of(c, at, t.BUFFER, t.OFFSET), load_word(at, t.NBYTES))
+            _hit_failpoint(d, _MID_CHUNK)
         elif load_word(at, t.KIND) >= t.NARROW:
             _convert(c, d, at)
         end += 1
@@ -198,14 +225,20 @@ def sweep(c, d, listing):
     """Do one sweep over the rows of the phase.
 
     Returns DONE when all rows are complete, else PENDING, PENDING - 1 (nothing moved) or GONE. With `listing`, this
-    moves nothing but lists the pollfds of the connections that the phase waits for.
+    moves nothing but lists the pollfds of the connections, or a line, that the phase waits for.
     """
     first, streams = load_word(c, w.PHASE), load_word(c, w.STREAMS)
     store_word(c, w.SWEEP, load_word(c, w.SWEEP) + 1)
     any_moved, any_left, slot, listed = False, False, 0, 0
+    if listing:
+        store_word(c, w.AWAITED, 0)
     for number in range(first, load_word(c, w.PHASE_END)):
         row = _row_at(d, number)
-        if load_word(row, t.KIND) in (t.FOLD, t.SOURCE, t.COPY, t.NARROW, t.NARROW_KEEPING, t.WIDEN):
+        if load_word(row, t.KIND) == t.AWAIT:
+            taken = _take(c, row, load_word(c, w.PROGRESS) + 16 * (number - first) * streams, listing)
+            any_moved |= taken == PENDING
+            any_left |= taken < PENDING
+        if load_word(row, t.KIND) > t.REDUCE:
             continue
         peer, total = load_word(row, t.PEER), load_word(row, t.NBYTES)
         for stream in range(streams):
@@ -254,6 +287,14 @@ def _begin_plan(c, row):
     store_word(c, w.PHASE_END, row)
 
 
+@inlined
+def _wait(c):
+    """Wait for what `sweep` or `list_missing` has listed; return False after 50 ms without progress."""
+    if load_word(c, w.AWAITED) != 0:
+        return sleep_until(c + 8 * w.BACKOFF, load_word(c, w.AWAITED), load_word(c, w.CALLS))
+    return wait_ready(load_word(c, w.POLLFDS), load_word(c, w.LISTED), _POLL_MS) != 0
+
+
 @kernel
 def _run(c, d, exchanges, idle):
     """Continue the plan of a prepared call, or the meeting.
@@ -282,7 +323,7 @@ def _run(c, d, exchanges, idle):
                 list_missing(c, d)
             else:
                 sweep(c, d, True)
-            if wait_ready(load_word(c, w.POLLFDS), load_word(c, w.LISTED), _POLL_MS) == 0:
+            if not _wait(c):
                 return AGAIN
             idle |= SEEN_EVERY - 1
         if _time(c) - load_word(c, w.SINCE) > load_word(c, w.BACKOFF + BUDGET):

@@ -70,8 +70,8 @@ def known_before(size: int) -> list[int]:
     return [before for before, _ in _growth(size)]
 
 
-COMBINED = 0
-"""Offset in SCRATCH of the result of `combine_headers`."""
+COMBINED, COMBINING = 0, 4
+"""Offset in SCRATCH of the result of `combine_headers`, and how many headers SCRATCH must have room for."""
 
 
 def combine_headers(size: int, rank: int, header: int) -> Plan:
@@ -80,16 +80,29 @@ def combine_headers(size: int, rank: int, header: int) -> Plan:
     At the beginning, a rank has its own header in FRAMES.
     """
     rows = Rows()
-    total, others, *landing = ((SCRATCH, COMBINED + slot * header) for slot in range(4))
-    rows.copy(0, total, (FRAMES, rank * header), header)
-    for phase, (before, after) in enumerate(_growth(size)):
+    rows.copy(0, (SCRATCH, COMBINED), (FRAMES, rank * header), header)
+    combine_among(rows, range(size), rank, header)
+    return rows.plan(COMBINING * header)
+
+
+def combine_among(rows: Rows, ranks: Sequence[int], place: int, header: int, first: int = 0) -> int:
+    """From phase `first` on, give all `ranks` the combination of their headers.
+
+    At the beginning, this rank, which is `ranks[place]`, has its header at COMBINED.
+
+    Returns:
+        The phase in whose local rows the combination is complete.
+    """
+    size = len(ranks)
+    total, others, *landing = ((SCRATCH, COMBINED + slot * header) for slot in range(COMBINING))
+    for phase, (before, after) in enumerate(_growth(size), first):
         doubles, got = after == 2 * before, landing[phase % 2]
         step = before if doubles else before - 1
-        rows.send(phase, (rank - step) % size, total if doubles else others, header)
-        rows.recv(phase, (rank + step) % size, got, header)
+        rows.send(phase, ranks[(place - step) % size], total if doubles else others, header)
+        rows.recv(phase, ranks[(place + step) % size], got, header)
         rows.fold(phase + 1, others, header, [others, got] if before > 1 else [got])
         rows.fold(phase + 1, total, header, [total, got])
-    return rows.plan(4 * header)
+    return first + len(_growth(size))
 
 
 def gather_headers(size: int, rank: int, header: int) -> Plan:

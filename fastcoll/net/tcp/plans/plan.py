@@ -4,8 +4,8 @@
     PHASE      rows are sorted by phase; the rows of a phase run concurrently, and a phase begins when all rows of
                the previous phase are complete on this rank
     KIND       one of the kinds below
-    PEER       the other rank; FOLD: the number of SOURCE rows that follow
-    BUFFER     the buffer (see below) that the row writes; SEND, SOURCE and PAYLOAD: the buffer that the row reads
+    PEER       the other rank; FOLD: the number of SOURCE rows that follow; POST, AWAIT: the number of a line
+    BUFFER     the buffer (see below) that the row writes; SEND, SOURCE, PAYLOAD and POST: the buffer that it reads
     OFFSET     bytes into BUFFER
     NBYTES     how many bytes
     BUFFER2    COPY, NARROW, WIDEN: the buffer that the row reads
@@ -20,6 +20,8 @@
     COPY       local copy; both locations may be the same
     PAYLOAD    PHASE -1: send to PEER with the header of the meeting; PEER reads the bytes in its FRAMES, at
                offset (this rank) * `Limits.stride`
+    POST       local: publish a header in a line, a place in memory that the ranks of a node share (node_meeting.py)
+    AWAIT      wait until the line has the current call's header, and copy it
     NARROW     local: convert NBYTES of float32 to items of a narrow type (kernels/narrow.py)
     NARROW_KEEPING  the same with error feedback: array 1, `lost`, is read and written at OFFSET2
     WIDEN      local: convert items to NBYTES of float32
@@ -53,11 +55,11 @@ from ....core.partition import Span
 
 PHASE, KIND, PEER, BUFFER, OFFSET, NBYTES, BUFFER2, OFFSET2 = range(8)
 COLUMNS = 8
-SEND, RECV, REDUCE, FOLD, SOURCE, COPY, PAYLOAD, NARROW, NARROW_KEEPING, WIDEN = range(10)
+SEND, RECV, REDUCE, FOLD, SOURCE, COPY, PAYLOAD, POST, AWAIT, NARROW, NARROW_KEEPING, WIDEN = range(12)
 SCRATCH, FRAMES, FIRST_ARRAY = range(3)
 ATTACHED = -1  # the phase of PAYLOAD rows
 
-LOCAL = frozenset({FOLD, SOURCE, COPY, NARROW, NARROW_KEEPING, WIDEN})
+LOCAL = frozenset({FOLD, SOURCE, COPY, POST, NARROW, NARROW_KEEPING, WIDEN})
 
 Table = np.ndarray[Any, np.dtype[np.int64]]
 Location = tuple[int, int]
@@ -106,6 +108,12 @@ class Rows:
 
     def widen(self, phase: int, x: tuple[int, Span], items: Location) -> None:
         self._add(phase, WIDEN, 0, (x[0], x[1].offset), x[1].nbytes, items)
+
+    def post(self, phase: int, line: int, location: Location, nbytes: int) -> None:
+        self._add(phase, POST, line, location, nbytes)
+
+    def wait_for(self, phase: int, line: int, location: Location, nbytes: int) -> None:
+        self._add(phase, AWAIT, line, location, nbytes)
 
     def payload(self, peer: int, location: Location, nbytes: int) -> None:
         self._add(ATTACHED, PAYLOAD, peer, location, nbytes)

@@ -1,0 +1,63 @@
+"""Headers in memory that processes share, and a wait for them in which the thread sleeps: futex(2).
+
+A *line* is a place for one header. It has one writer. The header's first word is its number, which grows with each
+header and is written last, with release semantics. So a reader that finds a number also finds that header. The writer
+may post its next header once it knows, from words that the readers have published since, that all have read this one.
+
+A thread that sleeps uses no processor time, and is woken at once. The writer wakes by a system call for each header, so
+this is for waits that take longer than one.
+"""
+
+from __future__ import annotations
+
+from ..compiler.jit import external, inlined, kernel
+from .copy import copy
+from .headers import NUMBER
+from .primitives import IS_X86, load_acquire, load_word, pause, store_release, store_word
+from .waiting import BUDGET, NAP, SPINS, YIELDS, yield_core
+
+_syscall = external("syscall", "int64(int64, int64, int64, int64, int64, int64, int64)")
+_FUTEX = 202 if IS_X86 else 98
+_WAIT, _WAKE = 0, 1
+_ALL = 1 << 30  # sleepers
+
+
+@kernel
+def post(line, header, nbytes):
+    """Publish a header of `nbytes` in a line, and wake the threads that sleep until then."""
+    copy(line + 8, header + 8, nbytes - 8)
+    store_release(line, load_word(header, NUMBER))
+    _syscall(_FUTEX, line, _WAKE, _ALL, 0, 0, 0)
+
+
+@inlined
+def take(line, number, target, nbytes):
+    """Copy the header from a line if its number is at least `number`; return whether it is."""
+    if load_acquire(line) < number:
+        return False
+    copy(target, line, nbytes)
+    return True
+
+
+@kernel
+def sleep_until(backoff, line, number):
+    """Wait until a line's number is at least `number`: spin and yield, as the back-off table says, then sleep.
+
+    Returns:
+        False if a signal has come or the budget is used up, so that the caller must return to Python.
+    """
+    spins = load_word(backoff, SPINS)
+    for poll in range(spins + load_word(backoff, YIELDS)):
+        if load_acquire(line) >= number:
+            return True
+        if poll < spins:
+            pause()
+        else:
+            yield_core()
+    seen = load_acquire(line)
+    if seen < number:
+        store_word(backoff, NAP, 0)
+        store_word(backoff, NAP + 1, load_word(backoff, BUDGET))
+        # If the number, of which the kernel compares the low 32 bits, has changed since, this returns at once.
+        _syscall(_FUTEX, line, _WAIT, seen & 0xFFFFFFFF, backoff + 8 * NAP, 0, 0)
+    return load_acquire(line) >= number

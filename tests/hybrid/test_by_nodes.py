@@ -1,0 +1,288 @@
+"""Groups whose ranks meet by nodes, as groups of many ranks do: shared memory in the node, one rank a node goes out."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conformance import test_every_operation as ops
+from net.meshes import alarm, until
+
+import fastcoll as dist
+from fastcoll import AbortedError, CollectiveTimeoutError, MismatchError, ReduceOp
+from fastcoll.core.group import ProcessGroup
+from fastcoll.hybrid import backend as hybrid
+from fastcoll.hybrid.backend import SMALL
+from fastcoll.system import processes
+
+# Group ranks by node: in order, with a surplus rank, and interleaved.
+EVEN, UNEVEN = [0, 0, 1, 1], [0, 0, 0, 1, 1]
+SIX = [0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1], [0, 1, 2, 0, 1, 2]
+_TCP_INFO_BYTES_SENT = 200  # offset in struct tcp_info of linux/tcp.h
+
+Start = Callable[[list[int]], ProcessGroup]
+
+
+@pytest.fixture
+def start(rank: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Start the job with each rank on a given node."""
+    monkeypatch.setattr(hybrid, "FLAT", 0)
+
+    def begin(homes: list[int]) -> ProcessGroup:
+        monkeypatch.setattr(processes, "_shm_device", lambda: 1_000_000 + homes[rank])
+        dist.init_process_group()
+        world = dist.GroupMember.WORLD
+        assert isinstance(world, ProcessGroup)
+        return world
+
+    yield begin
+    dist.destroy_process_group()
+
+
+def ranks(homes: list[int]) -> pytest.MarkDecorator:
+    return pytest.mark.ranks(len(homes), init=False)
+
+
+def sent_by(group: ProcessGroup) -> int:
+    """Return how many bytes this rank has sent over the connections of its collectives."""
+    backends = [group.backend._everyone, *([group.backend.rail.backend] if group.backend.rail else [])]
+    total = 0
+    for fd in {int(fd) for backend in backends for fd in backend.context.fds.flat if fd >= 0}:
+        with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        total += struct.unpack_from("Q", info, _TCP_INFO_BYTES_SENT)[0]
+    return total
+
+
+@pytest.mark.ranks(6, init=False)
+@pytest.mark.parametrize("homes", SIX)
+def test_one_rank_of_each_node_sends_in_a_barrier_and_small_reductions(
+    rank: int, world_size: int, start: Start, homes: list[int]
+) -> None:
+    group, x = start(homes), np.ones(3)
+    for turn in range(2):  # the first turn makes connections
+        before = sent_by(group)
+        for call in (dist.barrier, lambda: dist.all_reduce(x), lambda: dist.reduce(x, 0), dist.barrier):
+            call()
+        sent = sent_by(group) - before
+        assert turn == 0 or (sent > 0) == (rank == homes.index(homes[rank]))
+
+
+@pytest.mark.ranks(6, init=False)
+@pytest.mark.parametrize("homes", SIX)
+@pytest.mark.parametrize("count", [2, 1009, SMALL // 4 + 5, 300_007])
+def test_every_operation(rank: int, world_size: int, start: Start, homes: list[int], count: int) -> None:
+    start(homes)
+    for row in ops.ROWS.values():
+        row(rank, world_size, count)
+
+
+@ranks(UNEVEN)
+def test_every_root(rank: int, world_size: int, start: Start) -> None:
+    """Also a root on a rank without a rail."""
+    start(UNEVEN)
+    for root in range(world_size):
+        for count in (3, SMALL):
+            x = ops.numbers(rank, count)
+            dist.reduce(x, root, ReduceOp.AVG)
+            total = sum(ops.numbers(r, count) for r in range(world_size)) / np.float32(world_size)
+            ops.equal(x, total if rank == root else ops.numbers(rank, count))
+            x = ops.numbers(rank, count)
+            dist.broadcast(x, root)
+            ops.equal(x, ops.numbers(root, count))
+
+
+@ranks(EVEN)
+def test_a_reduce_sends_each_byte_once_towards_the_root(rank: int, world_size: int, start: Start) -> None:
+    group, nbytes, root = start(EVEN), 4 << 20, 1
+    x, found = np.ones(nbytes // 8), np.zeros(world_size, np.int64)
+    dist.reduce(x.copy(), root)
+    dist.all_gather_into_tensor(found, np.zeros(1, np.int64))
+    before = sent_by(group)
+    dist.reduce(x, root)
+    dist.barrier()  # the root has received all, so nothing is left in the senders' buffers
+    assert (x == (world_size if rank == root else 1)).all()
+    dist.all_gather_into_tensor(found, np.array([sent_by(group) - before]))
+    assert found[2:].sum() >= nbytes
+    assert found.sum() < 1.01 * nbytes, found
+
+
+# ---- calls that do not match, and ranks that are missing -------------------------------------------------
+
+
+@ranks(UNEVEN)
+def test_calls_that_do_not_match_leave_the_group_usable(rank: int, world_size: int, start: Start) -> None:
+    start(UNEVEN)
+    for odd in range(world_size):
+        with pytest.raises(MismatchError, match=rf"rank {odd} called all_reduce\(float64, 4 elements"):
+            dist.all_reduce(np.ones(3 + (rank == odd)))
+        with pytest.raises(MismatchError, match=rf"rank {odd} called barrier"):
+            dist.barrier() if rank == odd else dist.scan(np.ones(3))
+        if rank == odd:
+            with pytest.raises(dist.UsageError):
+                dist.broadcast(np.ones(3), 99)
+        else:
+            with pytest.raises(MismatchError, match=rf"rank {odd}'s broadcast was refused"):
+                dist.broadcast(np.ones(3), 0)
+        dist.barrier()
+
+
+@ranks(EVEN)
+@pytest.mark.parametrize(("first", "named"), [(2, (0, 1, 3)), (0, (2, 3)), (1, (2, 3))])
+def test_a_missing_rank_is_named(
+    rank: int, world_size: int, start: Start, first: int, named: tuple[int, ...], tmp_path: Path
+) -> None:
+    """A rank names exactly the late ranks of its node, and all ranks of a node of which it knows nothing yet."""
+    group = start(EVEN)
+    dist.barrier()
+    others = {peer for peer in (0, 1, 2) if peer != first}
+    if rank == 3:
+        until(lambda: group.monitor.decide([], "testing"))
+        with pytest.raises(AbortedError):
+            dist.barrier()
+        return
+    if rank == first:  # its wait is the shortest, and begins when the others wait
+        until(lambda: all((tmp_path / str(peer)).exists() for peer in others))
+    late = {2: [0, 1, 3]}.get(rank, [first, 2, 3] if first < 2 else [2, 3])
+
+    def report() -> None:
+        until(lambda: group.backend._everyone.context.late_ranks() == late)
+        (tmp_path / str(rank)).touch()
+
+    watch = threading.Thread(target=report if rank in others else lambda: None)
+    watch.start()
+    with pytest.raises((CollectiveTimeoutError, AbortedError), match=r"barrier\(\), call 2 ") as caught:
+        dist.monitored_barrier(timeout=0.2 if rank == first else 90.0)
+    watch.join()
+    assert caught.value.ranks == named
+
+
+class Interrupted(Exception):
+    pass
+
+
+@ranks(EVEN)
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_that_waits_in_the_meeting_can_be_interrupted(
+    rank: int, world_size: int, start: Start, victim: int
+) -> None:
+    """Whether it waits for a rank of its node, for other nodes, or for its node's first rank."""
+    start(EVEN)
+    group = dist.new_group()
+    group.fast.all_reduce(np.ones(3))
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    if rank == victim:
+        with (
+            alarm(interrupt, lambda: group.backend._everyone.context.in_progress),
+            pytest.raises(Interrupted),
+        ):
+            group.fast.barrier()
+    if rank == 3:  # it makes no call, with which the others could complete theirs
+        until(lambda: group.monitor.decide([], "testing"))
+    else:
+        with pytest.raises(AbortedError, match=rf"rank {victim} .*Interrupted"):
+            group.fast.barrier()
+    dist.barrier()
+
+
+@ranks(EVEN)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_handler_may_close_a_group_whose_ranks_meet(
+    rank: int, world_size: int, start: Start, victim: int
+) -> None:
+    """The call that it interrupts no longer uses the shared memory of the node."""
+    start(EVEN)
+    group = dist.new_group()
+    group.fast.barrier()
+    if rank == victim:
+        gone = pytest.raises((AbortedError, dist.NotInitializedError))
+        with alarm(lambda *_: group.close(), lambda: group.backend._everyone.context.in_progress), gone:
+            group.fast.barrier()
+    elif rank == 3:
+        until(lambda: group.monitor.decide([victim], "testing"))
+    else:
+        with pytest.raises(AbortedError, match=f"rank {victim}"):
+            group.fast.barrier()
+    dist.barrier()
+
+
+# ---- the order of a reduction ----------------------------------------------------------------------------
+
+
+def in_order_of_nodes(inputs: Sequence[np.ndarray], homes: list[int]) -> np.ndarray:
+    """Return the sum that docs/operations.md promises: in each node in rank order, then node by node."""
+    nodes = [
+        [x for x, home in zip(inputs, homes, strict=True) if home == node] for node in range(max(homes) + 1)
+    ]
+    return reduce(np.add, [reduce(np.add, node) for node in nodes])
+
+
+@pytest.mark.ranks(6, init=False)
+@pytest.mark.parametrize("homes", SIX[1:])
+@pytest.mark.parametrize("count", [11, SMALL])
+def test_floats_are_added_in_the_nodes_and_then_node_by_node(
+    rank: int, world_size: int, start: Start, homes: list[int], count: int
+) -> None:
+    start(homes)
+    inputs = [
+        np.random.default_rng(r).standard_normal(count * world_size).astype("f4") for r in range(world_size)
+    ]
+    want, root = in_order_of_nodes(inputs, homes), world_size - 1
+    assert (want != reduce(np.add, inputs)).any(), "the order makes no difference"
+    x, y, part = inputs[rank].copy(), inputs[rank].copy(), np.zeros(count, "f4")
+    for _ in range(2):
+        x[:] = y[:] = inputs[rank]
+        dist.all_reduce(x)
+        ops.equal(x, want)
+        dist.reduce(y, root)
+        ops.equal(y, want if rank == root else inputs[rank])
+        dist.reduce_scatter_single(part, inputs[rank])
+        by_rank = reduce(np.add, inputs)  # between nodes of different sizes
+        ops.equal(part, (want if homes == SIX[2] else by_rank)[rank * count :][:count])
+
+
+def latest(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Return, of each element, the value of the last rank that has one; rank r has r + 1, or 0 for none."""
+    return np.max(rows, 0)
+
+
+def earliest(rows: Sequence[np.ndarray]) -> np.ndarray:
+    found = np.where(np.array(rows), rows, 99).min(0)
+    return np.where(found == 99, 0, found)
+
+
+@pytest.mark.ranks(6, init=False)
+@pytest.mark.parametrize("homes", SIX[1:])
+def test_functions_that_do_not_commute_are_applied_in_rank_order(
+    rank: int, world_size: int, start: Start, homes: list[int]
+) -> None:
+    start(homes)
+    last = ReduceOp.custom(lambda a, b: b if b else a, "last")
+    first = ReduceOp.custom(lambda a, b: a if a else b, "first")
+    for count in (5, SMALL):
+        # In element k, all ranks have a value except for the last k % 3 ranks and the first k % 2.
+        inputs = [
+            np.where((np.arange(count) % 3 < world_size - r) & (np.arange(count) % 2 <= r), r + 1, 0)
+            for r in range(world_size)
+        ]
+        for op, pick in ((last, latest), (first, earliest)):
+            want = pick(inputs)
+            x, y, z = (inputs[rank].copy() for _ in range(3))
+            dist.all_reduce(x, op)
+            ops.equal(x, want)
+            dist.reduce(y, 1, op)
+            ops.equal(y, want if rank == 1 else inputs[rank])
+            dist.scan(z, op)
+            ops.equal(z, pick(inputs[: rank + 1]))
+            part = np.zeros(count, inputs[0].dtype)
+            dist.reduce_scatter(part, [inputs[rank]] * world_size, op)
+            ops.equal(part, want)
