@@ -19,4 +19,5 @@ ELSEWHERE = "/"
 def environment(**more: str) -> dict[str, str]:
     """Return the environment of such a process; the tests' modules are on its path, too."""
     package = Path(fastcoll.__file__).parents[1]
-    return {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{TESTS}", **more}
+    paths = package, TESTS, TESTS.parent / "bench"
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), **more}

@@ -459,9 +459,9 @@ class Agent:
         """Fail the calls whose deadline is before `now`; return the earliest deadline of the others."""
         due = ENDLESS
         links = list(self._out.values())
-        for pending, abandoned in [
-            (self._own, set[int]()),
-            *((each.pending, each.abandoned) for each in links),
+        for worker, pending, abandoned in [
+            (self.me, self._own, set[int]()),
+            *((each.worker, each.pending, each.abandoned) for each in links),
         ]:
             for number, call in pending.copy().items():  # other threads change the table
                 if call.deadline > now:
@@ -472,9 +472,9 @@ class Agent:
                 abandoned.add(number)
                 if pending.pop(number, None):
                     # The error includes torch's wording: callers match on it.
-                    text = "RPC ran for more than its timeout: {} was not answered within {:g} s"
+                    text = "RPC ran for more than its timeout: {} was not answered by {} within {:g} s"
                     doing = described(call.kind, call.doing)
-                    self._fail(call, RpcTimeoutError(text.format(doing, call.timeout)))
+                    self._fail(call, RpcTimeoutError(text.format(doing, worker, call.timeout)))
                 else:
                     abandoned.discard(number)
         for link in links:

@@ -75,7 +75,7 @@ class World:
 @pytest.mark.parametrize("weak", [0, ALL])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_rank_gets_the_headers_of_all(size: int, weak: int) -> None:
-    assert Explorer(World(size), size, weak=weak).explore() > size
+    assert Explorer(World(size), size, weak=weak).explore() >= size
 
 
 def test_a_missing_order_is_found() -> None:

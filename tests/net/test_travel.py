@@ -251,7 +251,7 @@ def test_wrong_arguments_are_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatc
     x, other = np.zeros(4, "f4"), np.zeros(5, "f4")
     wrong = [
         (UsageError, "travel is 'int4'", (x, ReduceOp.SUM, False, "int4", None)),
-        (UsageError, "travel is None", (x, ReduceOp.SUM, False, None, x.copy())),
+        (UsageError, "lost is given without travel", (x, ReduceOp.SUM, False, None, x.copy())),
         (UsageError, "SUM or ReduceOp.AVG", (x, ReduceOp.MAX, False, "int8", None)),
         (ArrayError, "int32", (np.zeros(4, "i4"), ReduceOp.SUM, False, "int8", None)),
         (ArrayError, "contiguous", (x, ReduceOp.SUM, False, "int8", np.zeros((4, 2), "f4")[:, 0])),

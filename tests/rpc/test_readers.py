@@ -26,7 +26,10 @@ class Pair:
     def poll(self, milliseconds=0):
         return bool(select.select([self._far], [], [], milliseconds / 1000)[0])
 
-    def receive(self):
+    def is_filling(self):
+        return False
+
+    def receive(self, until=0):
         return [lambda: self._handle(message)] if (message := self._far.recv(1)) else None
 
     def expects_answers(self):
