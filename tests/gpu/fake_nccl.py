@@ -266,7 +266,10 @@ class FakeNccl:
         op = rest[4] if "Reduce" in name else None
         root = rest[-1] if name in ("Reduce", "Broadcast") else None
         self._check_places(name, comm, src, dst, count * _DTYPES[dtype].itemsize, root)
-        made, met = comm.made.get(op), comm.world.met[number]
+        made = comm.made.get(op)
+        # Under the lock: a garbage collection within defaultdict's lookup may let another rank make the same entry.
+        with self._changed:
+            met = comm.world.met[number]
         length = count * (comm.world.size if name == "ReduceScatter" else 1)
 
         def begin() -> None:
@@ -319,7 +322,8 @@ class FakeNccl:
 
     def _receiving(self, comm: _Comm, dst: int, count: int, dtype: int, peer: int) -> Parts:
         def finish() -> None:
-            mail = comm.world.mail[peer, comm.rank]
+            with self._changed:  # as in `_prepared`
+                mail = comm.world.mail[peer, comm.rank]
             if self._until(comm, lambda: len(mail) > 0):
                 with self._changed:
                     data = mail.popleft().pop()
