@@ -27,6 +27,7 @@ class CallStatus(IntEnum):
     UNALLOCATED = (
         13  # the shared memory for this rank's data is not allocated yet: allocate it, then call again
     )
+    UNCONNECTED = 14  # all ranks have begun the call; connect to the peers of its plan, then call again
 
 
 (
@@ -44,4 +45,5 @@ class CallStatus(IntEnum):
     UNREADABLE,
     UNMAPPED,
     UNALLOCATED,
+    UNCONNECTED,
 ) = map(int, CallStatus)

@@ -199,11 +199,13 @@ class HybridBackend(Backend):
                     raise
                 # The error of an internal group names the rank that left this group; the monitor of all ranks knows why
                 # it left.
-                deadline = time.monotonic() + _REASON_SECONDS
-                while (found := self.monitor.decide([], doing)) is None and time.monotonic() < deadline:
-                    time.sleep(0.01)
-                failure = found or error
-                self.fail(failure)
+                failure, deadline = error, time.monotonic() + _REASON_SECONDS
+                try:
+                    while (found := self.monitor.decide([], doing)) is None and time.monotonic() < deadline:
+                        time.sleep(0.01)
+                    failure = found or error
+                finally:  # also if Ctrl-C ends the wait
+                    self.fail(failure)
                 if failure is error:
                     raise
                 raise failure.with_traceback(None) from error

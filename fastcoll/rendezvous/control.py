@@ -3,7 +3,7 @@
 Notices are sent without blocking, and read when the monitor polls; no thread waits for them. A rank sends at most two
 notices, for which the kernel's buffers always have room.
 
-Every notice has 1,120 bytes, so that the receiver need not trust a length that a peer sends (big-endian):
+Every notice has 1,312 bytes, so that the receiver need not trust a length that a peer sends (big-endian):
 
     offset  bytes  field
     0       8      magic "FASTNOTE"
@@ -13,8 +13,8 @@ Every notice has 1,120 bytes, so that the receiver need not trust a length that 
     12      4      group rank of the first sender (other ranks may forward the notice)
     16      4      length of the text
     20      12     zero
-    32      64     global ranks at fault, 4 bytes each
-    96      1024   text, UTF-8
+    32      256    global ranks at fault, 4 bytes each
+    288     1024   text, UTF-8
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..system.interfaces import watch
 from ..system.processes import Member, dead_among, describe_gone
 
 _MAGIC = b"FASTNOTE"
-MOST_RANKS = 16
+MOST_RANKS = 64
 TEXT_BYTES = 1024
 _DIED, _LATE = 1, 2
 _FORMAT = struct.Struct(f"!8sBBHII12s{MOST_RANKS}I{TEXT_BYTES}s")
@@ -56,13 +56,13 @@ class Notice:
 
     state: int
     origin: int  # group rank of the first sender; other ranks forward the notice
-    ranks: tuple[int, ...] = ()  # global ranks at fault, at most 16
+    ranks: tuple[int, ...] = ()  # global ranks at fault, at most MOST_RANKS
     died: bool = False  # whether the ranks at fault died or cannot be reached
     late: bool = False  # whether the ranks at fault did not come in time
     text: str = ""  # the reason
 
     def to_bytes(self) -> bytes:
-        """Return the notice as bytes, with at most 1 KiB of text and 16 ranks."""
+        """Return the notice as bytes, with at most 1 KiB of text and MOST_RANKS ranks."""
         text = self.text.encode()[:TEXT_BYTES].decode(errors="ignore").encode()
         ranks = self.ranks[:MOST_RANKS]
         filled = (*ranks, *[0] * (MOST_RANKS - len(ranks)))
@@ -223,6 +223,9 @@ class NetMonitor(Monitor):
         self._broken: dict[int, str] = {}  # group rank -> how a connection for data or messages broke
         # This rank's failure, and the notice that caused it.
         self._taken: tuple[GroupError, Notice] | None = None
+        # Whether all peers can send this rank a notice. If not, a process that has ended may have left before, unless
+        # it has, or had, a control connection with this rank.
+        self.hears_all = True
 
     def lost(self, rank: int, how: str) -> None:
         """Record how a connection to a rank, for data or messages, broke.
@@ -258,7 +261,7 @@ class NetMonitor(Monitor):
             return self.failure
         # Look for dead processes before reading the notices: a process that leaves sends LEFT before it ends. So if the
         # process is found dead here, its notice is read here too, and its death is not taken for a failure.
-        proven = set(dead_among(self.members))
+        proven = set(self._dead(self.members))
         self._control.look(again=bool(proven))
         proven -= {member for rank, member in enumerate(self.members) if not self._is_present(rank)}
         if error := self._death(proven, doing):
@@ -318,4 +321,7 @@ class NetMonitor(Monitor):
         return self._control.received[rank].text
 
     def _dead(self, working: Sequence[Member]) -> list[Member]:
-        return dead_among(working)
+        dead = dead_among(working)
+        if self.hears_all:
+            return dead
+        return [member for member in dead if self.members.index(member) in self._control.peers]

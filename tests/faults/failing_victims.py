@@ -103,6 +103,7 @@ HOW: dict[str, tuple[str, Callable[[int], None], Callable[[], None]]] = {
     "attach late": ("shm", _attach_late, lambda: None),
     "nodes": ("auto", net_victims.live_on_nodes, lambda: None),
     "by nodes": ("auto", net_victims.meet_by_nodes, lambda: None),
+    "large nodes": ("auto", net_victims.live_on_large_nodes, lambda: None),
 }
 """Ways of the data: the backend, what a rank does before it starts, and what after its first call."""
 

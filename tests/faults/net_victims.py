@@ -36,10 +36,21 @@ def live_on_nodes(rank: int, share: int = 2) -> None:
     processes._shm_device = lambda: 1_000_000 + rank // share  # type: ignore[assignment]
 
 
+def live_apart(rank: int, share: int = 2) -> None:
+    """Have each `share` ranks pretend to be on one node, from which the processes of other nodes are out of sight."""
+    live_on_nodes(rank, share)
+    processes._pid_namespace = lambda: f"of node {rank // share}"  # type: ignore[assignment]
+
+
 def meet_by_nodes(rank: int) -> None:
     """Live on nodes of two ranks, and meet by nodes as the ranks of a larger group do."""
-    live_on_nodes(rank)
+    live_apart(rank)
     hybrid.FLAT = 0
+
+
+def live_on_large_nodes(rank: int) -> None:
+    """Live on nodes of six ranks, three of which are enough to meet by nodes."""
+    live_apart(rank, 6)
 
 
 def interrupt_large(rank: int, n: int, url: str, backend: str) -> dict[str, Any]:

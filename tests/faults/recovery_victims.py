@@ -18,6 +18,7 @@ from fastcoll import GroupError
 from fastcoll.job.world import current_job
 from fastcoll.testing.worker import clock_at_work
 from faults import net_victims, victims
+from faults.failing_victims import HOW
 
 
 def _die() -> None:
@@ -45,7 +46,10 @@ def _work(group: Any = None) -> float:
 
 
 def _join(rank: int, n: int, url: str, backend: str, timeout: float = 60.0) -> None:
-    if backend == "auto":
+    if backend in HOW:
+        backend, before, _ = HOW[backend]
+        before(rank)
+    elif backend == "auto":
         net_victims.live_on_nodes(rank)
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=n, timeout=timeout)
 

@@ -34,7 +34,7 @@ ON_NODES = {
 # The same of ranks that meet by nodes; the first rank of each node goes out.
 BY_NODES = {
     "barrier": [
-        ("tcp.barrier.enter", 0), ("tcp.barrier.enter", 3), ("tcp.none.mid_chunk", 1), ("tcp.none.mid_chunk", 2),
+        ("tcp.barrier.enter", 0), ("tcp.barrier.enter", 3), ("tcp.none.mid_chunk", 1), ("tcp.barrier.after_meeting", 1),
         ("tcp.barrier.after_done", 0),
     ],
     "all_reduce": [("hybrid.all_reduce.after_meeting", 0), ("shm.reduce.after_publish", 3)],
@@ -43,6 +43,16 @@ BY_NODES = {
     "all_gather": [("tcp.all_gather.after_meeting", 2), ("hybrid.all_gather.before_done", 1)],
     "reduce_scatter": [("hybrid.reduce_scatter.after_meeting", 3), ("tcp.reduce_scatter.enter", 0)],
 }  # fmt: skip
+
+
+# In a meeting of three nodes, two of two ranks, the first rank of a node reaches tcp.none.mid_chunk six times.
+POSTED, SENT, RECEIVED, SENT_AGAIN, RECEIVED_ALL, POSTED_RESULT = range(1, 7)
+VICTIMS = {POSTED: 2, SENT: 0, RECEIVED: 2, SENT_AGAIN: 4, RECEIVED_ALL: 2, POSTED_RESULT: 2}
+
+
+def fourth(step: int) -> str:
+    """Return the failpoint of a step in a rank's fourth meeting."""
+    return f"tcp.none.mid_chunk@{3 * POSTED_RESULT + step}"
 
 
 def by_nodes(op: str, count: int) -> list[tuple[object, ...]]:
@@ -117,6 +127,35 @@ def test_killed_rank_of_two_nodes_whose_ranks_meet_by_nodes(op: str) -> None:
 
 def test_killed_rank_in_a_barrier_by_nodes() -> None:
     see(by_nodes("barrier", SHORT))
+
+
+def test_killed_rank_that_meets_those_of_other_nodes() -> None:
+    worlds = [
+        die("barrier", fourth(step), SHORT, victim, "by nodes", n=5) for step, victim in VICTIMS.items()
+    ]
+    see(worlds, calls=[(4, 5)] * len(worlds))
+
+
+@pytest.mark.long
+def test_killed_rank_on_the_rails_of_a_long_reduce() -> None:
+    places = [
+        ("tcp.reduce.mid_chunk", 2),
+        ("shm.reduce_scatter.after_publish", 3),
+        ("tcp.reduce.after_meeting", 1),
+    ]
+    see([die("reduce", f"{place}@3", LONG, victim, "by nodes", n=4) for place, victim in places])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("op", "place", "victim"),
+    [("all_reduce", fourth(RECEIVED_ALL), 6), ("reduce", "hybrid.reduce.after_meeting@4", 11)],
+)
+def test_killed_rank_of_three_large_nodes(op: str, place: str, victim: int) -> None:
+    """As many ranks as meet by nodes without being told to."""
+    with crew.nothing_left():
+        outcomes = crew.run(*die(op, place, SHORT, victim, "large nodes", n=18), deadline=250.0)
+    crew.check(outcomes, victim, op)
 
 
 @pytest.mark.parametrize("victim", [2, 4])

@@ -33,6 +33,7 @@ KILLED = [(backend, n, 1, math.inf) for backend, n in (("shm", 8), ("shm", 3), (
 KILLED += [long(backend, n, 2, math.inf) for backend, n in (("shm", 8), ("shm", 3), ("tcp", 8), ("auto", 5))]
 KILLED += [timed(backend, n, 1, BETWEEN_HOSTS) for backend, n in (("tcp", 4), ("auto", 5))]
 KILLED += [timed("shm", 8, 1, ON_A_NODE)]
+KILLED += [("by nodes", 5, 1, math.inf), long("by nodes", 5, 2, math.inf)]
 
 
 @pytest.mark.parametrize(("backend", "n", "seed", "within"), KILLED)
@@ -46,6 +47,15 @@ def test_killed_until_one_is_left(backend: str, n: int, seed: int, within: float
     (result,) = crew.results([outcomes[last]])
     assert result["kept"] == [last] * 3
     assert max(result["took"]) < within
+
+
+@pytest.mark.long
+def test_a_group_that_meets_by_nodes_shrinks_to_one_that_does_not() -> None:
+    n, order = 18, [6, 17]
+    with crew.nothing_left():
+        outcomes = crew.run(recovery_victims.kill_until_one_is_left, n, "large nodes", order, deadline=250.0)
+    assert [outcomes[victim].exitcode for victim in order] == [-9] * len(order)
+    assert len(crew.results(each for each in outcomes if each.rank not in order)) == n - len(order)
 
 
 @BOTH

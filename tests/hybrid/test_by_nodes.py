@@ -5,9 +5,11 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -134,11 +136,14 @@ def test_calls_that_do_not_match_leave_the_group_usable(rank: int, world_size: i
 
 
 @ranks(EVEN)
-@pytest.mark.parametrize(("first", "named"), [(2, (0, 1, 3)), (0, (2, 3)), (1, (2, 3))])
+@pytest.mark.parametrize(("first", "named"), [(2, (0, 1, 3)), (0, (2, 3)), (1, (0, 2, 3))])
 def test_a_missing_rank_is_named(
     rank: int, world_size: int, start: Start, first: int, named: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """A rank names exactly the late ranks of its node, and all ranks of a node of which it knows nothing yet."""
+    """A rank names exactly the late ranks of its node, and all ranks of a node of which it knows nothing yet.
+
+    A rank that waits for the result also names its node's first rank, which may have stopped.
+    """
     group = start(EVEN)
     dist.barrier()
     others = {peer for peer in (0, 1, 2) if peer != first}
@@ -149,7 +154,7 @@ def test_a_missing_rank_is_named(
         return
     if rank == first:  # its wait is the shortest, and begins when the others wait
         until(lambda: all((tmp_path / str(peer)).exists() for peer in others))
-    late = {2: [0, 1, 3]}.get(rank, [first, 2, 3] if first < 2 else [2, 3])
+    late = [0, 1, 3] if rank == 2 else [2, 3] if rank == 0 and first == 2 else [first % 2, 2, 3]
 
     def report() -> None:
         until(lambda: group.backend._everyone.context.late_ranks() == late)
@@ -212,6 +217,56 @@ def test_a_handler_may_close_a_group_whose_ranks_meet(
     else:
         with pytest.raises(AbortedError, match=f"rank {victim}"):
             group.fast.barrier()
+    dist.barrier()
+
+
+@ranks(EVEN)
+@pytest.mark.parametrize(("end", "why"), [("abort", "abort.. was called"), ("close", "left the group")])
+def test_a_rank_that_aborts_or_leaves_ends_the_meeting_on_all_ranks(
+    rank: int, world_size: int, start: Start, tmp_path: Path, end: str, why: str
+) -> None:
+    """Of ranks that wait for a rank of their node, for other nodes, and for their node's first rank."""
+    start(EVEN)
+    group = dist.new_group()
+    group.fast.barrier()
+
+    def report() -> None:
+        until(lambda: group.backend._everyone.context.in_progress)
+        (tmp_path / str(rank)).touch()
+
+    if rank == 3:
+        until(lambda: all((tmp_path / str(peer)).exists() for peer in range(3)))
+        getattr(group, end)()
+    else:
+        watch = threading.Thread(target=report)
+        watch.start()
+        with pytest.raises(AbortedError, match=rf"rank 3 .*{why}.*barrier\(\), call 2 "):
+            group.fast.barrier()
+        watch.join()
+    dist.barrier()
+
+
+@ranks(EVEN)
+def test_an_interrupt_while_the_reason_of_a_failure_is_sought_fails_the_group(
+    rank: int, world_size: int, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(EVEN)
+    group = dist.new_group()
+    group.fast.all_reduce(np.ones(3))
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    monkeypatch.setattr(hybrid, "_REASON_SECONDS", 60.0)  # no other rank ends the search
+    if rank == 0:
+        monkeypatch.setattr(hybrid, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupt))
+        group.backend.local.abort("a test")
+        with pytest.raises(Interrupted):
+            group.fast.all_reduce(np.ones(3))
+        assert isinstance(group.failure, AbortedError)
+    else:
+        with pytest.raises(AbortedError, match="a test"):
+            group.fast.all_reduce(np.ones(3))
     dist.barrier()
 
 

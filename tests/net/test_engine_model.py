@@ -139,6 +139,26 @@ def test_many_ranks_report_a_late_rank() -> None:
     assert min(map(len, waited_for)) <= MANY // 2
 
 
+@pytest.mark.parametrize("sweeps", range(11))
+def test_many_ranks_name_a_rank_that_stops_in_the_meeting(sweeps: int) -> None:
+    """Also where its own header has arrived, and it does not pass on those of others."""
+    stopped = 5
+    with Engines(MANY, seed=1) as engines:
+        parts = {rank: Call("barrier", 0).of(engines, rank) for rank in range(MANY)}
+        waiting = {
+            rank for rank, part in parts.items() if engines.begin(rank, part.prepared, part.arrays) == WORKED
+        }
+        for turn in range(10 * MANY):
+            for here, there in permutations(parts, 2):
+                engines.carry(here, there)
+            for rank in [rank for rank in waiting if rank != stopped or turn < sweeps]:
+                if engines.go_on(rank, parts[rank].prepared) == DONE:
+                    waiting.remove(rank)
+        named = {rank: engines.contexts[rank].late_ranks() for rank in waiting - {stopped}}
+    assert named or sweeps > 4
+    assert all(stopped in ranks for ranks in named.values()), named
+
+
 def test_many_ranks_add_up_their_balances() -> None:
     """A rank gives more than the others expect, which only the sum of all balances shows."""
     usual = Call("all_gather", 3)

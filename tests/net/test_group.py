@@ -6,6 +6,7 @@ Also ranks that have returned from a call before the others made it: the data th
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
@@ -156,6 +157,30 @@ def test_late_ranks_are_named_where_headers_arrive_through_others(
     backend.context = cast(Any, SimpleNamespace(waited_for=[1], late_ranks=lambda: late))
     backend.monitor = cast(Any, SimpleNamespace(has_left=left.__contains__))
     assert backend._late() == named
+
+
+# ---- many ranks ---------------------------------------------------------------------------------------
+
+MANY, ODD = 18, 6
+
+
+def test_many_ranks_that_make_different_first_calls_raise_a_mismatch() -> None:
+    """A rank whose call needs a connection that no other call needs does not wait for it in vain."""
+
+    def gather(group: ProcessGroup) -> list[float]:
+        rows = [np.zeros(1) for _ in range(MANY)] if group.rank == 0 else None
+        group.gather(np.full(1, group.rank + 1.0), rows, 0)
+        return [float(row[0]) for row in rows or ()]
+
+    with groups(MANY, timeout=20.0) as made:
+        assert 0 not in made[ODD].backend.context.met
+        for error in everybody(made, lambda g: gather(g) if g.rank == ODD else g.barrier()):
+            assert isinstance(error, MismatchError), error
+            assert re.search(rf"rank {ODD} called gather\(.*root=0\)", str(error)), error
+        for _ in range(2):
+            first, *others = everybody(made, gather)
+            assert first == [rank + 1.0 for rank in range(MANY)]
+            assert others == [[]] * (MANY - 1)
 
 
 # ---- interrupted, aborted, closed ---------------------------------------------------------------------

@@ -103,6 +103,19 @@ def test_large_groups_watch_some_peers_and_meet_the_others_when_needed(
         assert 3 in made[9]._control.peers
 
 
+def test_large_groups_watch_the_ranks_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_module, "ALL_CONTROL", 4)
+    store, known, nodes = HashStore(), crew(12), [range(6), range(6, 12)]
+    made = together(
+        *(lambda r=r: Mesh.make(store, "WORLD", known, r, 60.0, nodes[r // 6]) for r in range(12))
+    )
+    assert made[0]._control.peers == {1, 2, 3, 4, 5, 8, 10, 11}
+    assert not made[0].monitor.hears_all
+    for mesh in made:
+        mesh.monitor.leave()
+        mesh.close()
+
+
 @pytest.mark.parametrize("size", [33, 40, 64, 100, 1000])
 def test_watching_is_mutual_and_connects_all_ranks(size: int) -> None:
     peers = [set(control_peers(rank, size)) for rank in range(size)]

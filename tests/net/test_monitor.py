@@ -236,6 +236,11 @@ def test_a_notice_may_arrive_in_parts(network: Network) -> None:
     network.await_left(0, 2)
 
 
+def test_all_late_ranks_of_a_large_group_are_passed_on() -> None:
+    notice = Notice(FAILED, 0, tuple(range(40)), late=True)
+    assert Notice.from_bytes(notice.to_bytes(), 40).ranks == tuple(range(40))
+
+
 @pytest.mark.parametrize("data", [b"x" * NOTICE_SIZE, b"\xff" * 4000, Notice(FAILED, 0).to_bytes()[:-1]])
 def test_an_invalid_notice_ends_the_connection(network: Network, data: bytes) -> None:
     network.ends[2, 0].send(data)
@@ -288,6 +293,20 @@ def test_a_visible_process_that_was_killed(child: tuple[subprocess.Popen[bytes],
     assert str(found) == f"{members[1]} died; testing"
 
 
+def test_a_visible_process_that_cannot_say_that_it_left_is_not_taken_for_dead(
+    child: tuple[subprocess.Popen[bytes], list[Member]],
+) -> None:
+    """In large groups, only some peers have a control connection with this rank."""
+    process, members = child
+    control = Control(2)
+    monitor = NetMonitor(members, 0, control)
+    monitor.hears_all = False
+    process.communicate(b"\n")
+    assert monitor.decide([1], "testing") is None
+    control.peers.add(1)
+    assert isinstance(monitor.decide([1], "testing"), PeerDiedError)
+
+
 def test_a_visible_process_that_left_before_it_ended(
     child: tuple[subprocess.Popen[bytes], list[Member]],
 ) -> None:
@@ -332,7 +351,7 @@ def test_notices_survive_encoding(
 
 
 def test_long_texts_and_many_ranks_are_cut() -> None:
-    notice = Notice.from_bytes(Notice(FAILED, 0, tuple(range(40)), text="é" * 2000).to_bytes(), 8)
+    notice = Notice.from_bytes(Notice(FAILED, 0, tuple(range(99)), text="é" * 2000).to_bytes(), 8)
     assert notice.ranks == tuple(range(MOST_RANKS))
     assert notice.text == "é" * (TEXT_BYTES // 2)
 
@@ -350,7 +369,7 @@ def test_other_bytes_are_refused(data: bytes) -> None:
         (8, b"\0"),
         (8, b"\4"),
         (9, b"\3"),
-        (10, b"\0\x11"),
+        (10, b"\0\x41"),
         (12, b"\0\0\0\x08"),
         (16, b"\xff\xff\xff\xff"),
         (20, b"\1"),

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from ...core.operations import KINDS
 from ...core.prepared import CallKey, PreparedCalls
 from ...core.reduce_op import AVG
 from ...core.sizes import sized
-from ...core.status import AGAIN, DONE, GARBLED, GONE, LATER, MISMATCH
+from ...core.status import AGAIN, DONE, GARBLED, GONE, LATER, MISMATCH, UNCONNECTED
 from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError, MismatchError
 from ...kernels.reduce import HALVES, reducer
 from ...kernels.sockets import CLOSED
@@ -90,7 +91,8 @@ class TcpBackend(Backend):
             RendezvousError: two members cannot reach each other; the error names both, and the address.
             PeerDiedError, StoreTimeoutError: a member died or did not arrive.
         """
-        mesh = Mesh.make(store, name, members, rank, timeout)
+        near = next((node for node in nodes if rank in node), ())
+        mesh = Mesh.make(store, name, members, rank, timeout, near)
         gate = Gate(name, [member.rank for member in members], rank, timeout)
         return cls(gate, members, mesh, crowd or members, nodes)
 
@@ -152,7 +154,7 @@ class TcpBackend(Backend):
         self.gate.check_usable()
         try:
             if not prepared.ready:
-                self._connect(prepared, timeout)
+                self._make_ready(prepared, timeout)
             code = engine.collective.call(self.context.address | tags, prepared.address, arrays)
             if code not in (DONE, LATER):
                 self._resume(code, prepared, arrays, timeout)
@@ -193,20 +195,32 @@ class TcpBackend(Backend):
         )
         return PreparedPlan(key.word, call, choose(call), folds)
 
-    def _connect(self, prepared: PreparedPlan, timeout: float | None) -> None:
-        """Allocate memory, and connect to all peers of the plan.
+    def _make_ready(self, prepared: PreparedPlan, timeout: float | None) -> None:
+        """Allocate memory, and connect to the peers of the meeting. Done once, before the first call with this plan.
 
-        Done once, before the first call with this plan. The caller holds the gate's lock.
+        Of the plan's peers, a rank that makes another call would not know that it has to connect. So the first call
+        connects to them after the meeting has shown that all ranks make this call.
         """
         self.context.make_room(prepared)
+        what = self.gate.name_of(
+            signature.describe(prepared.call, prepared.shape), self.context[words.CALLS] + 1
+        )
+        self._connect(self.context.met, what, timeout)
+        prepared.lacks_peers = not {*prepared.peers} <= {*self.context.met}
+        prepared.ready = True
+
+    def _connect(self, peers: Iterable[int], doing: str, timeout: float | None) -> None:
+        """Make the missing data connections with some peers, for a call that `doing` names.
+
+        The caller holds the gate's lock.
+        """
         limit = self.gate.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
         late: set[int] = set()
-        peers = {*self.context.met, *prepared.peers}
         missing = [peer for peer in sorted(peers) if (self.context.fds[peer] < 0).any()]
         self._mesh.dial_data(missing, limit)
         # Begin with the peers that this rank dials: otherwise, they could time out while they wait for this rank.
-        for peer in sorted(peers, key=lambda peer: (peer < self.gate.rank, peer)):
+        for peer in sorted(missing, key=lambda peer: (peer < self.gate.rank, peer)):
             for stream in range(self.context.streams):
                 if self.context.fds[peer, stream] >= 0:
                     continue
@@ -218,15 +232,12 @@ class TcpBackend(Backend):
                         raise  # the peer could not be reached; the error has the reason
                     late.add(peer)
         if late:
-            what = signature.describe(prepared.call, prepared.shape)
             names = ", ".join(self.monitor.name(peer) for peer in sorted(late))
             raise CollectiveTimeoutError(
-                f"{self.gate.name_of(what, self.context[words.CALLS] + 1)}: {names} did not arrive within the timeout "
-                f"of {limit:g} s",
+                f"{doing}: {names} did not arrive within the timeout of {limit:g} s",
                 [self.gate.ranks[peer] for peer in sorted(late)],
             )
         self.gate.check_usable()  # a signal handler may have closed the group meanwhile
-        prepared.ready = True
 
     def _resume(
         self, code: int, prepared: PreparedPlan, arrays: tuple[Array, ...], timeout: float | None
@@ -236,8 +247,12 @@ class TcpBackend(Backend):
         The engine has returned `code` before the call was complete. Raises an error if the call cannot complete.
         """
         context, call = self.context.address | words.RESUMED, prepared.address
-        wait = self._collective.wait(timeout)
-        code = wait.resume(code, lambda: engine.collective.call(context, call, arrays))
+        wait, again = self._collective.wait(timeout), partial(engine.collective.call, context, call, arrays)
+        code = wait.resume(code, again)
+        if code == UNCONNECTED:
+            self._connect(prepared.peers, self.doing(), timeout)
+            prepared.lacks_peers = False
+            code = wait.resume(again(), again)
         if code == MISMATCH:
             if not self.context.in_progress:
                 raise self._earlier_mismatch() or AssertionError(

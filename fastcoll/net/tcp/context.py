@@ -33,7 +33,7 @@ class PreparedPlan:
         call, shape: the call word and shape (core/signature.py).
         sizes: the bytes that this rank sends to each rank, and the bytes that it expects from each rank.
         peers: the ranks with which the plan exchanges data.
-        ready: whether this rank has connections with all these peers, and memory for the plan.
+        ready: whether this rank has connections with all peers of the meeting, and memory for the plan.
     """
 
     def __init__(
@@ -73,6 +73,15 @@ class PreparedPlan:
         self._words[w.SPLIT_ARRAY] = (0 if kind.takes_blocks else 1) if has_split_array else -1
         self._words[w.BLOCK_BYTES] = call_shape.nbytes[0] if call_shape.nbytes else 0
         self.address = address_of(self._words)
+
+    @property
+    def lacks_peers(self) -> bool:
+        """Whether connections with peers of the plan may be missing."""
+        return bool(self._words[w.LACKS_PEERS])
+
+    @lacks_peers.setter
+    def lacks_peers(self, lacks: bool) -> None:
+        self._words[w.LACKS_PEERS] = lacks
 
 
 def _longest_run(phases: Array) -> int:
@@ -145,11 +154,7 @@ class NetContext:
             self._meeting = PreparedPlan(0, meeting, by_nodes or combine_headers(size, rank, HEADER_BYTES))
             self._gathering = PreparedPlan(0, meeting, gather_headers(size, rank, HEADER_BYTES))
             self.words[[w.MEETING, w.GATHERING]] = self._meeting.address, self._gathering.address
-            # `met` also has the ranks at the distances 1, 2, 4, ..., with which plans exchange data. So even ranks
-            # whose calls differ ask for the same connections; a connection for which only one side asks would time out.
-            steps = [sign << k for k in range((size - 1).bit_length()) for sign in (1, -1)]
-            peers = {*self._meeting.peers, *self._gathering.peers}
-            self.met = sorted({*peers, *((rank + step) % size for step in steps)} - {rank})
+            self.met = sorted({*self._meeting.peers, *self._gathering.peers})
             for prepared in (self._meeting, self._gathering):
                 self.make_room(prepared)
 
@@ -191,7 +196,11 @@ class NetContext:
         return self._inbox.reshape(self.size, -1)[:, : HEADER_BYTES // 8]
 
     def late_ranks(self) -> list[int]:
-        """Return the ranks whose headers the current call waits for, of other nodes all whose headers it lacks."""
+        """Return the ranks whose headers the current call waits for, of other nodes all whose headers it lacks.
+
+        If headers are combined on their way, the result has the rank that passes on the next ones, too: it may have
+        stopped after its own header arrived here.
+        """
         if not self.combines:
             return self.waited_for
         if self[w.STAGE] == w.GATHER:
@@ -202,7 +211,8 @@ class NetContext:
         phase = int(table[min(self[w.PHASE], len(table) - 1), t.PHASE])
         known = [*known_before(count), count][max(0, phase - (self._lines.size > 0))]
         unknown = (self._nodes[(self._node + step) % count] for step in range(known, count))
-        return sorted([*self._late_here(), *(rank for node in unknown for rank in node)])
+        passes_on = table[(table[:, t.PHASE] == phase) & (table[:, t.KIND] == t.RECV), t.PEER].tolist()
+        return sorted({*self._awaited_here(), *passes_on, *(rank for node in unknown for rank in node)})
 
     def share_lines(self, addresses: Sequence[int]) -> None:
         """Set the addresses of the node's lines. Must be called before the first call."""
@@ -212,14 +222,14 @@ class NetContext:
         """Stop using the node's lines, so that their memory may be unmapped. The engine must not be running."""
         self._lines[:] = address_of(self._no_line)
 
-    def _late_here(self) -> list[int]:
-        """Return the ranks of this node that have not posted their headers of the current call."""
-        posted = map(read.call, self._lines[:-1].tolist())
-        return [
-            rank
-            for rank, number in zip(self._nodes[self._node], posted, strict=False)
-            if number < self[w.CALLS]
-        ]
+    def _awaited_here(self) -> list[int]:
+        """Return the ranks of this node that have not posted their headers of the current call.
+
+        If all have posted them, returns the first rank, which posts the result, unless this is the first rank.
+        """
+        node, posted = self._nodes[self._node], map(read.call, self._lines[:-1].tolist())
+        late = [rank for rank, number in zip(node, posted, strict=False) if number < self[w.CALLS]]
+        return late or [first for first in node[:1] if first != self.rank]
 
     @property
     def is_ahead(self) -> bool:
@@ -257,7 +267,7 @@ class NetContext:
     def waited_for(self) -> list[int]:
         """The peers whose connections or lines the engine last waited for."""
         if self[w.AWAITED] and self[w.STAGE] == w.MEET:
-            return self._late_here() or [self._nodes[self._node][0]]
+            return self._awaited_here()
         listed = self._kept[w.POLLFDS][: self[w.WAITING]] & 0xFFFFFFFF
         return np.flatnonzero(np.isin(self.fds, listed).any(axis=1)).tolist()
 

@@ -70,7 +70,8 @@ SPLIT_ARRAY = 10  # which of two arrays may hold the blocks of all ranks; -1: ne
 BLOCK_BYTES = 11  # bytes of each of these blocks
 CAN_RETURN_EARLY = 12  # whether the call may return before all headers have arrived (meet.py)
 MOVES = 13  # whether anything is sent or received after the meeting
-PREPARED_WORDS = 14
+LACKS_PEERS = 14  # whether connections with peers of the plan may be missing; they are made after the meeting
+PREPARED_WORDS = 15
 
 # ---- a header -----------------------------------------------------------------------------------------
 # These words follow NUMBER, HEAD_CALL, HEAD_SHAPE and HEAD_BALANCE; meet.py has their meanings.

@@ -17,7 +17,7 @@ divided among the *streams*, which are the connections to one peer; both sides d
 from __future__ import annotations
 
 from ...compiler.jit import entry, inlined, kernel
-from ...core.status import AGAIN, DONE, GARBLED, LATER, WORKED
+from ...core.status import AGAIN, DONE, GARBLED, LATER, UNCONNECTED, WORKED
 from ...core.travel import NARROW, WIDEN
 from ...failpoints import number_of
 from ...kernels.copy import copy, move
@@ -380,8 +380,8 @@ def _note_arrays(c, d, table):
 def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
     """Carry out a prepared call on a tuple of arrays.
 
-    Returns DONE, AGAIN, WORKED, MISMATCH, GONE, GARBLED or LATER. After MISMATCH, either this call did not
-    match and is in progress until `after_mismatch`, or it is complete and an earlier call did not match.
+    Returns DONE, AGAIN, WORKED, MISMATCH, GONE, GARBLED, LATER or UNCONNECTED. After MISMATCH, either this call did
+    not match and is in progress until `after_mismatch`, or it is complete and an earlier call did not match.
 
     Args:
         context: the address of the group's context; tagged with RESUMED to continue the current call, and with
@@ -422,6 +422,8 @@ def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
         _begin_plan(c, load_word(d, w.PAYLOADS))
         store_word(c, w.STAGE, w.RUN)
         _hit_failpoint(d, _MET)
+        if load_word(d, w.LACKS_PEERS) != 0:
+            return UNCONNECTED
     status = _run(c, d, False, idle)
     if status == DONE:
         _hit_failpoint(d, _BEFORE_DONE)

@@ -4,7 +4,7 @@ There are three kinds of connection, each a TCP socket: CONTROL for notices that
 bytes of collectives, one for each stream; MAIL for messages. (recovery_endpoint.py uses a fourth kind, RECOVERY.) A
 rank has a CONTROL connection with every peer with which it has a connection of another kind. `make` makes the CONTROL
 connections with all peers; in groups of more than 32 ranks, it makes only those with the ranks at the distances 1, 2,
-4, ... in both directions, along which notices of failures spread.
+4, ... in both directions, along which notices of failures spread, and those with ranks that share memory with this one.
 
 Of two ranks, the lower one dials DATA. MAIL carries both directions, and is dialed by the rank that sends first. If
 both dial, the connection that the lower rank dials is used: while the lower rank is dialing, and once it has a
@@ -76,11 +76,20 @@ class Mesh:
     """
 
     @classmethod
-    def make(cls, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float) -> Mesh:
+    def make(
+        cls,
+        store: Store,
+        name: str,
+        members: Sequence[Member],
+        rank: int,
+        timeout: float,
+        near: Sequence[int] = (),
+    ) -> Mesh:
         """Meet the other members of a group and connect with them; collective.
 
         Args:
             store: a view of the store with this group's prefix for keys.
+            near: the group ranks for which this rank waits in shared memory, too.
 
         Raises:
             UsageError: an interface does not exist, or the ranks name different numbers of interfaces.
@@ -88,13 +97,16 @@ class Mesh:
             RendezvousError: a peer has another secret or version; StoreTimeoutError: a peer did not arrive.
             GroupError: a peer died or could not be reached in time.
         """
-        mesh = cls(name, members, rank, timeout)
+        mesh = cls(name, members, rank, timeout, near)
         if len(members) > 1:
             mesh._join(store)
         return mesh
 
-    def __init__(self, name: str, members: Sequence[Member], rank: int, timeout: float) -> None:
+    def __init__(
+        self, name: str, members: Sequence[Member], rank: int, timeout: float, near: Sequence[int]
+    ) -> None:
         self.rank, self.size = rank, len(members)
+        self._watched = sorted({*control_peers(rank, len(members)), *near} - {rank})
         self._name, self._members, self._timeout = name, list(members), timeout
         self._control = Control(self.size)
         self.monitor = NetMonitor(members, rank, self._control)
@@ -262,21 +274,20 @@ class Mesh:
                 self._also_look = meeting.look
                 self._roster = gather(meeting, self._members, self.rank, self._on_connection)
                 reach("tcp.meeting.after_listen")
-                peers = control_peers(self.rank, self.size)
 
                 def unconnected() -> list[int]:
-                    return [peer for peer in peers if peer not in self._control.peers]
+                    return [peer for peer in self._watched if peer not in self._control.peers]
 
                 doing = f"connecting the ranks of the group {self._name}"
                 started = max(
                     meeting.began, time.monotonic() + 1.0 - meeting.timeout
                 )  # so that at least 1 s is left
                 wait = Wait(self.monitor, doing, unconnected, meeting.timeout, started)
-                self._dial_control([peer for peer in peers if peer > self.rank], wait)
+                self._dial_control([peer for peer in self._watched if peer > self.rank], wait)
                 self._await(lambda: not unconnected(), wait)
                 reach("tcp.meeting.after_connect")
                 self._also_look = lambda: None  # the store is no longer needed
-                self._is_made = True
+                self._is_made, self.monitor.hears_all = True, len(self._watched) == self.size - 1
         except BaseException as error:
             here = self.monitor.name(self.rank)
             why = f"{here} could not make the group {self._name}: {error or type(error).__name__}"
