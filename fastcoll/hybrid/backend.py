@@ -367,9 +367,14 @@ class HybridBackend(Backend):
             group.abort(str(self.gate.failure))
 
     def close(self, reason: GroupError | None) -> None:
-        # Last, `local` unmaps the memory that messages and meetings use.
+        # Last, `local` unmaps the memory that messages and meetings use, unless a thread is still inside one of them.
+        # Closing the messages takes their lock for good.
+        in_message = self.messages.has_lock()
         self.messages.close(reason)
+        in_message |= not self.messages.has_lock()
         self._everyone.close(reason)
+        in_call = self.gate.lock.locked() and not self.gate.is_inside()
+        self._near.keeps_memory = in_message or in_call
         for group in self._groups:
             group.close(self.monitor.exit_reason)
 

@@ -56,6 +56,11 @@ class ShmBackend(Backend):
 
     name = "shm"
     narrows = True
+    keeps_memory: bool | None = None
+    """Whether `close` leaves the segment mapped until the process ends; None: if this thread is inside a message.
+
+    A larger group sets it, because its calls and messages use the memory, too.
+    """
 
     @classmethod
     def make(
@@ -217,7 +222,8 @@ class ShmBackend(Backend):
         # The caller may be a signal handler. If it has interrupted a call of this group, it would wait for itself; if
         # it has interrupted a message, it would unmap the memory that the message uses. Check this first, because
         # closing the messages takes the lock for which `has_lock` looks.
-        inside = self.gate.is_inside() or self.messages.has_lock()
+        keeps = self.messages.has_lock() if self.keeps_memory is None else self.keeps_memory
+        inside = self.gate.is_inside() or keeps
         self.messages.close(reason)
         # A running call was aborted and ends within moments. If a thread was killed inside a call, no thread releases
         # the context; then the mapping stays until the process ends.

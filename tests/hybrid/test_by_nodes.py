@@ -21,6 +21,9 @@ from fastcoll import AbortedError, CollectiveTimeoutError, MismatchError, Reduce
 from fastcoll.core.group import ProcessGroup
 from fastcoll.hybrid import backend as hybrid
 from fastcoll.hybrid.backend import SMALL
+from fastcoll.kernels import waiting
+from fastcoll.net.tcp import backend as tcp
+from fastcoll.net.tcp import engine_layout as words
 from fastcoll.system import processes
 
 # Group ranks by node: in order, with a surplus rank, and interleaved.
@@ -267,6 +270,56 @@ def test_an_interrupt_while_the_reason_of_a_failure_is_sought_fails_the_group(
     else:
         with pytest.raises(AbortedError, match="a test"):
             group.fast.all_reduce(np.ones(3))
+    dist.barrier()
+
+
+def mapped() -> int:
+    """Return how many segments of shared memory this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("/dev/shm/fastcoll")
+
+
+@ranks(EVEN)
+def test_a_closed_group_unmaps_the_memory_of_its_node(rank: int, world_size: int, start: Start) -> None:
+    start(EVEN)
+    before = mapped()
+    for _ in range(3):
+        group, x = dist.new_group(), np.full(3, float(rank))
+        works = [group.isend(x, rank ^ 1), group.irecv(np.zeros(3), rank ^ 1)]
+        for work in works:
+            work.wait()
+        group.fast.all_reduce(x)
+        assert mapped() > before
+        group.close()
+        assert mapped() == before
+
+
+@ranks(EVEN)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_memory_that_a_running_meeting_uses_stays_mapped(
+    rank: int, world_size: int, start: Start, victim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the thread of an aborted call had no core for seconds."""
+    start(EVEN)
+    group = dist.new_group()
+    group.fast.barrier()
+    if rank == victim:
+        monkeypatch.setattr(tcp, "_CLOSE_SECONDS", 0.0)
+        # The thread sleeps for so long in the compiled call.
+        group.backend._everyone.context.words[words.BACKOFF + waiting.BUDGET] = 999_999_999
+        caught: list[BaseException] = []
+
+        def meet() -> None:
+            try:
+                group.fast.barrier()
+            except dist.FastcollError as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=meet)
+        thread.start()
+        until(lambda: group.backend._everyone.context.in_progress)
+        group.close()
+        thread.join()
+        assert isinstance(caught[0], AbortedError | dist.NotInitializedError)
     dist.barrier()
 
 

@@ -394,7 +394,8 @@ class TcpBackend(Backend):
             self._release()
         else:
             self._releases_later = True
-        self.context.drop_lines()
+        if turn or inside:
+            self.context.drop_lines()
         if turn:
             self.gate.lock.release()
 
