@@ -1,9 +1,11 @@
 """Layout of a segment: pure arithmetic on sizes, without access to memory.
 
     segment  = header | section of rank 0 | section of rank 1 | ...
-    section  = control page | slots | control words of the outgoing rings, one for each other rank | these rings
+    section  = control page | slots | heads of the outgoing rings, one for each other rank | their control words | rings
 
-The memory of the slots and rings is not allocated before a rank first writes into its own (segment.py).
+Only the control pages and the heads are allocated with the segment. A rank allocates its slots, and each of its rings
+with the ring's control words, before it first writes there (segment.py, rings.py). So a group of 256 ranks that have
+sent no messages takes 9 MiB: a control page and 255 heads of 128 bytes for each rank.
 
 Header: words that rank 0 writes before other ranks attach, and that no rank writes afterwards:
     word 0   MAGIC
@@ -44,7 +46,7 @@ from typing import ClassVar
 
 from ..errors import ResourceError
 
-MAGIC = 0x6661737463_05
+MAGIC = 0x6661737463_06
 ONE_SHOT_LIMIT = 3
 ALGORITHMS = 4
 PAGE = 4096
@@ -79,7 +81,7 @@ INLINE = LINE - 8 * PAYLOAD
 
 CHANNELS = LINE // 8  # signal counters from one rank to another in a segment of a symmetric array
 SLOTS = 8  # round t uses slot t % SLOTS; why so many: docs/architecture-shm.md, "Where the data lies"
-RING_HEADER = 1024  # control words of a ring, see rings.py
+RING_CONTROL = 1024  # bytes of the control words of a ring without its head, see rings.py
 _SMALLEST_SLOT = 1024
 _SMALLEST_RING = 2048
 
@@ -105,14 +107,19 @@ class Layout:
         return _whole_pages(COMBINED + 2 * LINE * self.groups)
 
     @cached_property
-    def headers_at(self) -> int:
-        """Offset of the control words of the first outgoing ring in a section."""
+    def heads_at(self) -> int:
+        """Offset of the head of the first outgoing ring in a section."""
         return CONTROL + SLOTS * self.slot
 
     @cached_property
+    def ring_controls_at(self) -> int:
+        """Offset of the control words of the first outgoing ring in a section."""
+        return self.heads_at + _whole_pages((self.size - 1) * LINE)
+
+    @cached_property
     def rings_at(self) -> int:
-        """Offset of the first outgoing ring in a section."""
-        return self.headers_at + _whole_pages((self.size - 1) * RING_HEADER)
+        """Offset of the memory of the first outgoing ring in a section."""
+        return self.ring_controls_at + _whole_pages((self.size - 1) * RING_CONTROL)
 
     @cached_property
     def stride(self) -> int:
@@ -128,10 +135,14 @@ class Layout:
         """Offset of a rank's section."""
         return self.header + rank * self.stride
 
-    def ring_of(self, src: int, dst: int) -> tuple[int, int]:
-        """Offsets of the control words and of the memory of the ring from `src` to `dst`, two different ranks."""
+    def ring_of(self, src: int, dst: int) -> tuple[int, int, int]:
+        """Offsets of the head, the control words and the memory of the ring from `src` to another rank `dst`."""
         section, index = self.section(src), (dst - src) % self.size - 1
-        return section + self.headers_at + index * RING_HEADER, section + self.rings_at + index * self.ring
+        return (
+            section + self.heads_at + index * LINE,
+            section + self.ring_controls_at + index * RING_CONTROL,
+            section + self.rings_at + index * self.ring,
+        )
 
     def slots_of(self, rank: int) -> tuple[int, int]:
         """Offset and bytes of a rank's slots."""
@@ -140,8 +151,8 @@ class Layout:
     def always_there(self, rank: int) -> list[tuple[int, int]]:
         """Offset and bytes of each part of a rank's section whose memory is allocated with the segment."""
         section = self.section(rank)
-        headers = section + self.headers_at, self.rings_at - self.headers_at
-        return [(section, CONTROL), headers] if self.size > 1 else [(section, CONTROL)]
+        heads = section + self.heads_at, self.ring_controls_at - self.heads_at
+        return [(section, CONTROL), heads] if self.size > 1 else [(section, CONTROL)]
 
 
 @dataclass(frozen=True)
@@ -174,9 +185,9 @@ class SymmetricLayout(Layout):
 def plan(size: int, bytes_per_rank: int) -> Layout:
     """Plan a layout for `size` ranks that contribute about `bytes_per_rank` of memory each.
 
-    Half is for the slots, three eighths for the rings, the rest for headers. A slot has at most 256 KiB. All slots of a
-    rank together are then twice as large as a large L2 cache, so data has moved to the last-level cache when peers read
-    it (docs/architecture-shm.md).
+    Half is for the slots, three eighths for the rings, the rest for control words. A slot has at most 256 KiB. All
+    slots of a rank together are then twice as large as a large L2 cache, so data has moved to the last-level cache when
+    peers read it (docs/architecture-shm.md).
 
     Raises:
         ResourceError: `bytes_per_rank` is too small for this many ranks.

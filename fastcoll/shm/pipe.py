@@ -21,8 +21,12 @@ from ..p2p.transfers import Send, Transfer
 from . import autotune, requests, ring_kernels
 from . import rings as words
 from .context import BUDGET, BackoffCounts
+from .layout import RING_CONTROL
 from .reach import unreadable
 from .segment import Segment
+
+OUT_ADDRESSES = [words.OUT_HEAD_AT, words.OUT, words.OUT_DATA]
+IN_ADDRESSES = [words.IN_HEAD_AT, words.IN, words.IN_DATA]
 
 
 class RingPipe(WordPipe):
@@ -57,8 +61,8 @@ class RingPipe(WordPipe):
         self.table[words.ALGORITHMS] = 1 << autotune.CLOSE | 1 << autotune.PAST
         for peer in [peer for peer in range(layout.size) if peer != rank]:
             out, arriving = layout.ring_of(rank, peer), layout.ring_of(peer, rank)
-            self.rows[peer, [words.OUT, words.OUT_DATA]] = [segment.address + offset for offset in out]
-            self.rows[peer, [words.IN, words.IN_DATA]] = [segment.address + offset for offset in arriving]
+            self.rows[peer, OUT_ADDRESSES] = [segment.address + offset for offset in out]
+            self.rows[peer, IN_ADDRESSES] = [segment.address + offset for offset in arriving]
 
     def go_direct(self, algorithms: int, pids: Sequence[int], states: Sequence[int]) -> None:
         """Allow direct messages between the ranks, whose processes are `pids`.
@@ -88,13 +92,15 @@ class RingPipe(WordPipe):
         return peer == self._rank or self.word(peer, words.OUT_READY) != 0
 
     def prepare(self, peer: int) -> None:
-        """Allocate the memory of the ring to a peer.
+        """Allocate the ring to a peer: its control words, except for HEAD, and its memory.
 
         Raises:
             ResourceError: /dev/shm is full.
         """
         layout = self._segment.layout
-        self._segment.allocate(layout.ring_of(self._rank, peer)[1], layout.ring)
+        _, control, memory = layout.ring_of(self._rank, peer)
+        self._segment.allocate(control, RING_CONTROL)
+        self._segment.allocate(memory, layout.ring)
         publish_in(self.rows.reshape(-1), peer * words.CHANNEL_WORDS + words.OUT_READY, 1)
 
     # ---- peers -----------------------------------------------------------------------------------
@@ -111,7 +117,7 @@ class RingPipe(WordPipe):
         )
 
     def has_unread(self, peer: int) -> bool:
-        head = ctypes.c_int64.from_address(self.word(peer, words.IN) + words.HEAD)
+        head = ctypes.c_int64.from_address(self.word(peer, words.IN_HEAD_AT))
         return head.value > self.word(peer, words.IN_TAIL)
 
     def retire(self) -> None:

@@ -166,7 +166,7 @@ def is_peer(m, rank):
 
 @inlined
 def is_ready(m, rank):
-    """Whether the memory of the ring to a rank is allocated."""
+    """Whether the ring to a rank is allocated."""
     return load_acquire(channel_of(m, rank) + 8 * r.OUT_READY) != 0
 
 
@@ -368,9 +368,12 @@ def claim(mailbox: Index, index: Index, number: Index) -> int:
 
 @entry
 def retire(mailbox: Index) -> int:
-    """Let all peers write any number of acks, since this rank will read no more of them."""
+    """Let all peers write any number of acks, since this rank will read no more of them.
+
+    A ring that is not allocated has carried no message, so its receiver writes no acks.
+    """
     m = integer(mailbox)
     for peer in range(load_word(m, r.SIZE)):
-        if peer != load_word(m, r.RANK):
+        if peer != load_word(m, r.RANK) and is_ready(m, peer):
             store_release(load_word(channel_of(m, peer), r.OUT) + r.ACKS_TAKEN, r.NEVER_FULL)
     return DONE

@@ -12,6 +12,10 @@ of acks may differ from the order of messages, so an ack has the message's numbe
     TAIL                   receiver  bytes consumed (release: the bytes below are read)
     ack k % ACK_SLOTS      receiver  word 0 = k + 1 (release), then message number, answer, nbytes, kind
 
+The sender is the thread that holds BUSY on the sending rank, and the receiver the thread that holds BUSY on the
+receiving rank, so each word has one writer at a time. The other end acquires HEAD, ACKS_TAKEN, TAIL and word 0 of an
+ack. HEAD, ACKS_TAKEN and TAIL have 128 bytes each, so a store to one takes no other one from the cache of its writer.
+
 A large message may be sent directly: its frame is 64 bytes with the address of the sender's array, and the receiver
 reads the array before it consumes the frame. The sender must not change the array before the ack. A sender that fails
 or leaves the group may change it earlier, so the receiver checks the sender's STATE after it has read the array.
@@ -22,8 +26,14 @@ Invariants:
   plus the ring's size.
 - The receiver overwrites an ack only after the sender has read it: the receiver writes ack k only if ACKS_TAKEN > k -
   ACK_SLOTS. ACKS_TAKEN is less than ACK_BATCH behind the number of acks that the sender has read.
+- Neither end touches memory that is not allocated. HEAD is allocated with the segment, since the receiver polls it
+  before the first message. The sender allocates the other control words and the ring's memory before it sets OUT_READY
+  (`prepare` in pipe.py), and accesses them only if OUT_READY is set. The receiver accesses them only after it has
+  acquired a HEAD above 0, which the sender stores after that: it reads the ring below HEAD, stores TAIL and acks only
+  for messages that it has begun to read, and loads ACKS_TAKEN only after it has written ACK_SLOTS acks. A load would
+  allocate a page as well, and end the process if /dev/shm is full.
 - Neither end waits for ever: the owner of an incomplete send polls for its ack, and a rank that leaves sets ACKS_TAKEN
-  of all rings to its peers to the highest value, so the peers always have space for acks.
+  of all its allocated rings to the highest value, so the peers always have space for acks.
 
 `tests/shm/test_rings_model.py` explores the schedules of this protocol.
 
@@ -43,15 +53,14 @@ from ..kernels.failing import reached
 from ..kernels.primitives import load_acquire, load_word, order_loads, store_release, store_word
 from ..kernels.waiting import BACKOFF_WORDS, POLLING_WORDS
 from .autotune import DIRECT, PAST, table_words
-from .layout import LINE, RING_HEADER
+from .layout import LINE, RING_CONTROL
 
-# Byte offsets in a ring's control words.
-HEAD = 0
-ACKS_TAKEN = 64
+# Byte offsets in a ring's control words. HEAD lies apart from them.
+ACKS_TAKEN = 0
 TAIL = LINE
 ACKS = 2 * LINE
 ACK_BYTES = 64
-ACK_SLOTS = (RING_HEADER - ACKS) // ACK_BYTES
+ACK_SLOTS = (RING_CONTROL - ACKS) // ACK_BYTES
 ACK_BATCH = 4
 NEVER_FULL = ENDLESS = 1 << 62
 
@@ -136,7 +145,7 @@ ACK_NUMBER = 11  # 11 to 14: the four fields of the last ack read
 ACK_DECISION = 12
 ACK_NBYTES = 13
 ACK_KIND = 14
-OUT_READY = 15  # 1: that memory is allocated
+OUT_READY = 15  # 1: the ring to the peer is allocated
 IN = 16  # address of the control words of the ring from the peer
 IN_HEAD = 17  # the peer's HEAD as last seen
 IN_TAIL = 18
@@ -158,6 +167,8 @@ IN_DID = 34  # number of bytes of that array that were read so far
 IN_PID = 35  # the peer's process ID
 IN_STATE = 36  # address of the peer's STATE
 IN_REFUSED = 37  # errno with which reading the peer's array has failed; 0: it has not failed
+OUT_HEAD_AT = 38  # address of HEAD of the ring to the peer
+IN_HEAD_AT = 39  # address of HEAD of the ring from the peer
 CHANNEL_WORDS = 40
 
 
@@ -237,7 +248,7 @@ def push(m, channel):
         copy_or_stream(past, _address(m, data, start), source, first)
         copy_or_stream(past, data, source + first, nbytes - first)
     store_word(channel, OUT_HEAD, head + part)
-    store_release(load_word(channel, OUT) + HEAD, head + part)
+    store_release(load_word(channel, OUT_HEAD_AT), head + part)
     reached(_PIECE_SENT)
     # Fetch the cache lines of the next message now, so that the next `push` need not wait for them. Without this, 64
     # bytes take 0.68 us one way (2 cores).
@@ -265,7 +276,7 @@ def read_ack(channel):
 @inlined
 def has_arrived(channel, position):
     """Whether the peer has written the ring up to `position`."""
-    return _reaches(channel, IN_HEAD, load_word(channel, IN) + HEAD, position)
+    return _reaches(channel, IN_HEAD, load_word(channel, IN_HEAD_AT), position)
 
 
 @kernel

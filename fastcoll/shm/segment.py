@@ -6,9 +6,10 @@ segment, or that the meeting has failed. The kernel frees the memory when no pro
 names whose maker is dead. The survivors of the meeting call it, because rank 0 may have died before they knew the name.
 If all ranks of a job were killed at once, the user's next job calls it.
 
-The kernel ends a process that writes to shared memory for which there is no room (SIGBUS). So rank 0 allocates what
+The kernel ends a process that accesses shared memory for which there is no room (SIGBUS). So rank 0 allocates what
 every group needs, and a rank allocates the rest of its section itself (`allocate`) before it first writes there. Thus a
-group that makes only small calls takes 16 KiB a rank, and not 3 MiB. The memory is then also on the rank's NUMA node.
+group that makes only small calls takes 8 KiB a rank (up to 33 ranks; 36 KiB for 256), and not 3 MiB. The memory is then
+also on the rank's NUMA node.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .layout import (
 )
 
 DIRECTORY = "/dev/shm"
-_PREFAULT_BYTES = 32 << 20
+_PREFAULT_BYTES = 4 << 20
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; Python has no name for it
 MOUNT = f"mount a writable tmpfs there (mount -t tmpfs none {DIRECTORY})"
 # A pid is only valid in its own pid namespace.

@@ -103,7 +103,7 @@ class World:
         self._published = [(IN_ORDER, "")] * size
         firsts = range(0, size, self.PER_NODE) if self.PER_NODE else ()
         self._nodes = [range(first, min(first + self.PER_NODE, size)) for first in firsts]
-        self._segments = [_segment(len(node)) for node in self._nodes]
+        self.segments = [_segment(len(node)) for node in self._nodes]
         self.ranks = []
         for rank in range(size):
             monitor = self._monitor(rank)
@@ -121,7 +121,7 @@ class World:
         routes: list[Any] = [(wire, peer) for peer in range(size)]
         if self.PER_NODE:
             node, index = divmod(rank, self.PER_NODE)
-            rings = _ring_pipe(self._segments[node], index, monitor)
+            rings = _ring_pipe(self.segments[node], index, monitor)
             for number, peer in enumerate(self._nodes[node]):
                 routes[peer] = (rings, number)
         return routes
@@ -150,7 +150,7 @@ class World:
         self._release()
 
     def _release(self) -> None:
-        for shared in (*self._segments, *self.meshes):
+        for shared in (*self.segments, *self.meshes):
             shared.close()
 
 
@@ -160,7 +160,7 @@ class RingWorld(World):
     PER_NODE = 1 << 20
 
     def _monitor(self, rank: int) -> Monitor:
-        return ShmMonitor(self._segments[0], self.members, rank)
+        return ShmMonitor(self.segments[0], self.members, rank)
 
 
 class WireWorld(World):

@@ -34,7 +34,7 @@ _FILES = (
     "shm.ring_kernels shm.requests"
 ).split()
 
-FOUND = "gave|is read while|store plainly|deadlock|has ended with|is seen as"
+FOUND = "gave|is read while|store plainly|deadlock|has ended with|is seen as|is not allocated"
 """Matches the errors of a wrong protocol, but not those of a wrong plant."""
 
 
@@ -43,7 +43,14 @@ class _Stop(BaseException):
 
 
 class Machine:
-    """The memory as seen by one thread, which is replayed with the values that it read before, up to its next step."""
+    """The memory as seen by one thread, which is replayed with the values that it read before, up to its next step.
+
+    Attributes:
+        check: a function that is called with the address of each shared word before its first access in a step.
+    """
+
+    def __init__(self) -> None:
+        self.check: Callable[[int], None] = lambda address: None
 
     def run(self, call: Callable[[], Any], node: Node, value: Any, look: Callable[[int], Any] | None) -> Any:
         """Run a thread again from the beginning of its entry; return the entry's result, or None at the next step.
@@ -65,6 +72,8 @@ class Machine:
 
     def _step(self, kind: str, address: int, value: Any = 0) -> Any:
         if self._place == len(self.log):
+            for each in (address, *self.pending):
+                self.check(each)
             if kind != READ or self._look is None:
                 raise _Stop(kind, address, value)
             found = self._look(address)

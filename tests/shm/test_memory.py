@@ -8,15 +8,20 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from messages.worlds import DEADLINE, Rank, RingWorld
 from shm.groups import holdings, mappings
 
 import fastcoll as dist
 from fastcoll.shm import context_layout as at
+from fastcoll.shm import rings
+from fastcoll.shm.layout import RING_CONTROL
+from fastcoll.shm.segment import Segment
 
 BYTES_A_RANK = 4 << 20
 WARM_UP = 30
@@ -33,16 +38,24 @@ def test_a_real_group_maps_no_more(rank: int, world_size: int) -> None:
     assert mappings() == before
 
 
+def allocated_pages(segment: Segment) -> set[int]:
+    """Return the numbers of the segment's pages that are allocated and have been accessed or populated."""
+    pages = (ctypes.c_ubyte * (segment.layout.nbytes // mmap.PAGESIZE))()
+    address, nbytes = ctypes.c_void_p(segment.address), ctypes.c_size_t(segment.layout.nbytes)
+    assert ctypes.CDLL(None).mincore(address, nbytes, pages) == 0
+    return {number for number, page in enumerate(pages) if page & 1}
+
+
+def pages_of(*parts: tuple[int, int]) -> set[int]:
+    """Return the numbers of the pages of some parts of a segment, each with its offset and bytes."""
+    return {page // mmap.PAGESIZE for at, nbytes in parts for page in range(at, at + nbytes, mmap.PAGESIZE)}
+
+
 def allocated(group: Any) -> int:
     """Return how many bytes of this rank's slots are allocated."""
     segment = group.backend._segment
-    start, nbytes = segment.layout.slots_of(group.rank)
-    pages = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
-    assert (
-        ctypes.CDLL(None).mincore(ctypes.c_void_p(segment.address + start), ctypes.c_size_t(nbytes), pages)
-        == 0
-    )
-    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+    slots = pages_of(segment.layout.slots_of(group.rank))
+    return len(slots & allocated_pages(segment)) * mmap.PAGESIZE
 
 
 def exchanges(n: int, group: Any) -> dict[str, Callable[[], Any]]:
@@ -83,16 +96,47 @@ def test_memory_of_slots_is_allocated_before_the_first_write(
         dist.destroy_process_group(group)
 
 
+def test_only_rings_with_messages_take_memory() -> None:
+    """Neither a receive from any rank nor the end of a group accesses the other rings, which would allocate them."""
+    count = 3 * rings.ACK_SLOTS
+
+    def first(me: Rank) -> None:
+        works = [me.isend(np.full(4, tag), 1, tag) for tag in range(count)]
+        assert all(work.wait(DEADLINE) for work in works)
+
+    def second(me: Rank) -> None:
+        for tag in reversed(range(count)):
+            got = np.zeros(4, np.int64)
+            assert me.recv(got, None, tag) == 0
+            assert (got == tag).all()
+
+    def third(me: Rank) -> None:
+        assert me.iprobe() is None
+
+    with closing(RingWorld(3)) as world:
+        (segment,) = world.segments
+        segment.prefault(0)
+        layout = segment.layout
+        there = [(0, layout.header), *(part for rank in range(3) for part in layout.always_there(rank))]
+        assert allocated_pages(segment) == pages_of(*there)
+        world.run(first, second, third)
+        for rank in world.ranks:
+            rank.mailbox.close(None)
+        _, control, memory = layout.ring_of(0, 1)
+        ring = pages_of((control, RING_CONTROL), (memory, layout.ring))
+        assert allocated_pages(segment) == pages_of(*there) | ring
+
+
 @pytest.mark.ranks(8)
 def test_groups_with_small_calls_take_little_memory(rank, world_size) -> None:
-    """Thirty groups of eight ranks take less than 10 MiB."""
+    """Thirty groups of eight ranks take less than 3 MiB."""
     groups = [dist.new_group() for _ in range(30)]
     for group in groups:
         dist.all_reduce(np.ones(2), group=group)
         assert allocated(group) == 0
     layout = groups[0].backend._segment.layout
     there = sum(nbytes for _, nbytes in layout.always_there(rank))
-    assert 30 * (layout.header + world_size * there) < 10 << 20
+    assert 30 * (layout.header + world_size * there) < 3 << 20
     for group in groups:
         dist.destroy_process_group(group)
 

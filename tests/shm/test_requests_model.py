@@ -17,6 +17,7 @@ from shm.explorer import FOUND, SHARED, Explorer, load
 
 from fastcoll.core.status import DONE, LATER
 from fastcoll.p2p.transfers import DTYPE_BITS
+from fastcoll.shm.layout import LINE
 
 MAILBOXES, RINGS, ARRAYS, LABELS, OWNERS = (SHARED + (k << 20) for k in range(1, 6))
 CONTEXT, GIVEN = 1 << 20, 2 << 20
@@ -60,11 +61,11 @@ class World:
             mine = words | {r.RANK: rank, r.CHANNELS: channels}
             self.shared |= {m + 8 * word: value for word, value in mine.items()}
             for peer in set(range(RANKS)) - {rank}:
-                channel = {r.OUT: self.ring(rank, peer), r.IN: self.ring(peer, rank), r.OUT_READY: 1}
-                channel |= {
-                    r.OUT_DATA: self.ring(rank, peer) + HEADER,
-                    r.IN_DATA: self.ring(peer, rank) + HEADER,
-                }
+                out, arriving = self.ring(rank, peer), self.ring(peer, rank)
+                channel = {
+                    r.OUT_HEAD_AT: out, r.OUT: out + LINE, r.OUT_DATA: out + HEADER, r.OUT_READY: 1,
+                    r.IN_HEAD_AT: arriving, r.IN: arriving + LINE, r.IN_DATA: arriving + HEADER,
+                }  # fmt: skip
                 at = channels + 8 * peer * r.CHANNEL_WORDS
                 self.shared |= {at + 8 * word: value for word, value in channel.items()}
 

@@ -18,6 +18,7 @@ from fastcoll.p2p import pipe
 from fastcoll.p2p.transfers import DTYPE_BITS
 
 MAILBOX, CHANNELS, CONTEXT, ARRAY, BUFFERS = (k << 20 for k in range(1, 6))
+CONTROL = SHARED + (1 << 28)
 DATA = SHARED + (1 << 29)
 DATA_OF_BOTH = SHARED + (1 << 30)
 ROOM = 1 << 10
@@ -53,9 +54,16 @@ class World:
     def __init__(self, *programs: str, batch: int = 1, direct: bool = False, plant: str = "") -> None:
         sizes = {"FRAME_UNIT": 32 if direct else 16, "ACK_SLOTS": 2, "ACK_BATCH": batch, "_READ_AT_ONCE": 16}
         self.machine, self.made = load(plant, rings=sizes)
+        self.machine.check = self.is_allocated
         parsed = [[op.split() for op in program.split(", ") if op] for program in programs]
         self.programs = [[(op, int(tag), int(words)) for op, tag, words in program] for program in parsed]
         self.direct = direct
+
+    def is_allocated(self, address: int) -> None:
+        """Check that a receiver accesses a ring only after it has seen a message there."""
+        places = (place + (self.peer << 16) for place in (CONTROL, DATA))
+        if any(place <= address < place + (1 << 16) for place in places):
+            assert self.of_channel("IN_HEAD") > 0, "a ring that is accessed is not allocated"
 
     def begin(self, rank: int) -> tuple[Any, dict[int, Any]]:
         r, peer = self.made.rings, 1 - rank
@@ -64,7 +72,8 @@ class World:
             r.DIRECT_FROM: 0 if self.direct else 1 << 60, r.ALGORITHMS: 1,
         }  # fmt: skip
         channel = {
-            r.OUT: SHARED + (rank << 16), r.IN: SHARED + (peer << 16),
+            r.OUT_HEAD_AT: SHARED + (rank << 16), r.IN_HEAD_AT: SHARED + (peer << 16),
+            r.OUT: CONTROL + (rank << 16), r.IN: CONTROL + (peer << 16),
             r.OUT_DATA: DATA + (rank << 16), r.IN_DATA: DATA + (peer << 16), r.OUT_READY: 1,
             r.IN_STATE: SHARED + (1 << 20) + (peer << 16),
         }  # fmt: skip
@@ -271,17 +280,19 @@ PLANTS = [
     (FOUR, "store_release(ring + ACKS_TAKEN, taken + 1) => store_release(ring + ACKS_TAKEN, taken + 2)"),
     (FOUR, "kernels: if r.has_ack_space(channel) and r.sees_header => if r.sees_header"),
     # Data is read before it is written.
-    (LONG, "if head < body: => store_release(load_word(channel, OUT) + HEAD, head + part)\n    if head < body:"),
+    (LONG, "if head < body: => store_release(load_word(channel, OUT_HEAD_AT), head + part)\n    if head < body:"),
     (LONG, "has_arrived(channel, tail + 1) => has_arrived(channel, tail)"),
     (TAGS, "store_word(ack, 1, number) => store_release(ack, given + 1), store_word(ack, 1, number)"),
     (FOUR, "if load_acquire(ack) != taken + 1: => if load_acquire(ack) == 0:"),
     (WRAP, "copy_or_stream(past, data, source + first, nbytes - first) => 0"),
     (WRAP, "copy_or_stream(past, target + first, data, nbytes - first) => 0"),
+    # A ring without messages is accessed.
+    (FOUR, "if load_word(channel, seen) >= least:\n        return True => 0"),
     # The wrong message or ack.
     (PROGRAMS["reversed tags"], "kernels: load_word(channel, r.IN_KIND) != kind or => False or"),
     (LONG, "kernels: load_word(channel, r.RECEIVED), TAKEN, nbytes, kind) => 0, TAKEN, nbytes, kind)"),
     # Deadlocks.
-    (LONG, "store_release(load_word(channel, OUT) + HEAD, head + part) => 0"),
+    (LONG, "store_release(load_word(channel, OUT_HEAD_AT), head + part) => 0"),
     (FOUR, "(taken + 1) % ACK_BATCH == 0 => (taken + 1) % 3 == 0"),
     (FOUR, "store_word(channel, ACKS_READ, taken + 1) => 0"),
     # Direct messages.

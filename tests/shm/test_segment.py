@@ -64,12 +64,12 @@ def test_memory_is_allocated_when_a_rank_needs_it(name: str) -> None:
     segment = Segment.create(name, LAYOUT)
     before = os.stat(f"/dev/shm/{name}").st_blocks
     segment.allocate(*LAYOUT.slots_of(1))
-    control, ring = LAYOUT.ring_of(1, 0)
+    head, _, ring = LAYOUT.ring_of(1, 0)
     segment.allocate(ring + 100, 100)  # the page around it
     grown = (os.stat(f"/dev/shm/{name}").st_blocks - before) * 512
     assert grown == LAYOUT.slots_of(1)[1] + mmap.PAGESIZE
     segment.close()
-    segment.allocate(control, 1)
+    segment.allocate(head, 1)
 
 
 def test_an_old_kernel_allocates_everything_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ PLANTS: list[tuple[Callable[..., int], tuple[Any, ...], str, dict[str, Any]]] = 
     (collectives.explore, (2, "all_reduce 3 direct"),
      "single_copy: swap_if_equal(pushing, 0, 1) => store_release(pushing, 1)", ARENA),
     (test_rings_model.explore, test_rings_model.LONG,
-     "rings: " + plain("load_word(channel, OUT)", "0", "head + part", "load_word(channel, OUT) + HEAD"), {}),
+     "rings: " + plain("load_word(channel, OUT_HEAD_AT)", "0", "head + part"), {}),
     (test_rings_model.explore, test_rings_model.TAGS, "rings: " + plain("ack", "0", "given + 1"), {}),
     # The words of a request: another thread waits for it, or reuses its record.
     (test_requests_model.explore, test_requests_model.ATTENDED,
