@@ -121,6 +121,11 @@ SETTINGS: dict[str, Setting] = {
         "1: a job that is given no secret uses none, not even the user's own; any process that reaches its ports may "
         "join it",
     ),
+    "FASTCOLL_ENCRYPT": Setting(
+        _switch,
+        0,
+        "1: encrypt every TCP connection between processes of the job; the same on all ranks (docs/security.md)",
+    ),
     "FASTCOLL_SOCKET_IFNAME": Setting(
         str,
         "",

@@ -7,7 +7,8 @@ group's backend and on what is true of its ranks:
 |---------------|----------------------------------------------------------------|---------|
 | nccl          | any                                                            | NCCL    |
 | shm, auto     | all on one node; each can map the memory of all others' GPUs   | IPC     |
-| shm, auto     | otherwise: each has a GPU of its own, and can use NCCL         | NCCL    |
+| shm, auto     | otherwise: each has a GPU of its own, and can use NCCL; with   | NCCL    |
+|               | FASTCOLL_ENCRYPT=1 all are on one node                         |         |
 | shm, auto     | otherwise                                                      | staging |
 | mpi           | each has an MPI library that is CUDA-aware                     | MPI     |
 | mpi           | otherwise                                                      | staging |
@@ -35,6 +36,7 @@ from ..core.backend import DeviceCarrier, StreamCall
 from ..core.group import ProcessGroup
 from ..core.operation import Call, Operation
 from ..errors import GroupError, MismatchError, UnavailableError
+from ..store.encryption import encrypts
 from .device_array import import_array
 from .runtime import runtime
 from .staged import StagedCarrier
@@ -61,7 +63,7 @@ def choose(facts: Sequence[Facts], one_node: bool) -> str:
     """
     if one_node and all(rank.kernels and rank.reaches_all for rank in facts):
         return IPC
-    return NCCL if suits_nccl(facts) else STAGED
+    return NCCL if suits_nccl(facts) and (one_node or not encrypts()) else STAGED
 
 
 def suits_nccl(facts: Sequence[Facts]) -> bool:

@@ -6,6 +6,7 @@ import logging
 
 from ..core.backend import DeviceCarrier
 from ..core.group import ProcessGroup
+from ..store.encryption import check_nodes
 from .auto import AutoCarrier
 from .cuda_aware_mpi import MpiCarrier, TakesGpus
 from .staged import StagedCarrier
@@ -18,8 +19,12 @@ def carrier_for(backend: str, group: ProcessGroup) -> DeviceCarrier:
 
     Args:
         backend: the backend that the program has chosen for "cuda"; if it has chosen none, the backend for "cpu".
+
+    Raises:
+        UsageError: NCCL is to connect several nodes, and FASTCOLL_ENCRYPT=1.
     """
     if backend == "nccl":
+        check_nodes("NCCL", group.monitor.members)
         from .nccl.backend import NcclCarrier  # loads NCCL
 
         return NcclCarrier(group)

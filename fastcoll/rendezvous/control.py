@@ -32,6 +32,7 @@ from dataclasses import dataclass
 
 from ..core.monitor import FAILED, IN_ORDER, LEAVING, LEFT, Monitor
 from ..errors import CollectiveTimeoutError, GroupError, PeerDiedError
+from ..store.encryption import carrier, failure
 from ..system.interfaces import watch
 from ..system.processes import Member, dead_among, describe_gone
 
@@ -115,7 +116,7 @@ class Control:
         with self._lock:
             self.peers.add(peer)
             with contextlib.suppress(OSError):  # if the connection is broken, the next `look` detects that
-                watch(connection)
+                watch(carrier(connection))
             self._links[connection.fileno()] = (peer, connection, bytearray())
             self._poller.register(connection, select.POLLIN)
             for data in self._notices:
@@ -179,6 +180,8 @@ class Control:
             data = connection.recv(NOTICE_SIZE - len(buffer))
             buffer += data
             if not data:
+                if error := failure(connection):
+                    raise error
                 self._lose(fd, peer, "it closed the connection")
             elif len(buffer) == NOTICE_SIZE:
                 self._receive(peer, Notice.from_bytes(bytes(buffer), self._size))

@@ -1,6 +1,7 @@
 """Dialing: a rank opens several connections at a time, without blocking.
 
-A dial is the attempt to open one connection: a TCP connect and the handshake (store/opening.py). It is repeated if
+A dial is the attempt to open one connection: a TCP connect and the handshake (store/opening.py), after which the
+connection is encrypted if FASTCOLL_ENCRYPT=1 (store/encryption.py). It is repeated if
 nothing listens at the peer's address, if the peer is unreachable, or if it drops the connection during the handshake,
 because the peer may lack descriptors, or the network may not be up yet. It is not repeated if the process at the peer's
 address has another version of fastcoll or another secret.
@@ -17,7 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from ..errors import RendezvousError, ResourceError
-from ..store.opening import ConnectionKind, Dialing, Endpoint, OpeningError, RefusedError
+from ..store.encryption import encrypt
+from ..store.opening import ConnectionKind, Dialing, Endpoint, OpeningError, RefusedError, Role
 from ..system.address import (
     MORE_DESCRIPTORS,
     PORTLESS_SECONDS,
@@ -138,6 +140,7 @@ class Dial:
                 raise OpeningError("it closed the connection during the opening")
             if reply := dialing.take(data):
                 made.send(reply)
+        encrypt(made, dialing.seed, Role.DIALS)
 
 
 def _exhausted(error: OSError, where: str) -> ResourceError | None:

@@ -1,8 +1,8 @@
 """The sockets on which a process accepts connections of other ranks, and how the members of a group exchange addresses.
 
 A connection begins with a handshake (store/opening.py): each side sends an opening, and then its proof that it has the
-group's key. After that, the listener hands the connection to its group. It drops all other connections, and logs the
-first one from each host as a warning.
+group's key. After that, the listener encrypts the connection if FASTCOLL_ENCRYPT=1, and hands it to its group. It drops
+all other connections, and logs the first one from each host as a warning.
 
 A connection is *pending* until its handshake is complete. A pending connection takes at most 112 bytes and one
 descriptor. Its opening must be complete within 10 s; a rank whose connection is dropped before that dials again. A rank
@@ -36,14 +36,17 @@ from .. import config
 from ..config import MOST_STREAMS
 from ..errors import RendezvousError, ResourceError, StoreError, UsageError
 from ..store import serving
+from ..store.encryption import encrypt, encrypts
 from ..store.opening import (
     GROUP_SIZE,
+    SAME_ENCRYPTION,
     TOKEN_SIZE,
     Answering,
     ConnectionKind,
     Endpoint,
     Opening,
     OpeningError,
+    Role,
     Turned,
     derive_key,
 )
@@ -219,6 +222,7 @@ class Listener(serving.SocketServer):
             pending.socket.close()
             return
         try:
+            encrypt(pending.socket, pending.answering.seed, Role.ANSWERS)
             entry[1](theirs, pending.socket)
         except Exception:  # a failure in one group must not end the thread that serves all groups
             logger.exception("a connection from %s could not be handed over", pending.host)
@@ -353,7 +357,7 @@ def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver:
     Raises, on every rank:
         UsageError: an interface does not exist, or the ranks name different numbers of interfaces.
         ResourceError: a rank cannot listen.
-        RendezvousError: the ranks' secrets differ.
+        RendezvousError: the ranks' secrets differ, or only some ranks have FASTCOLL_ENCRYPT=1.
         PeerDiedError, StoreTimeoutError: a member died or did not come.
     """
     interfaces, group, token, streams = _terms(meeting, members, rank)
@@ -363,6 +367,11 @@ def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver:
         for member, record in zip(members, records, strict=True):
             if record.get("same") != records[0].get("same"):
                 raise RendezvousError(f"{member} has another secret than {members[0]}; {SAME_SECRET}")
+            if record.get("encrypts") != records[0].get("encrypts"):
+                which = (member, members[0]) if record.get("encrypts") else (members[0], member)
+                raise RendezvousError(
+                    f"{which[0]} encrypts its connections, {which[1]} does not; {SAME_ENCRYPTION}"
+                )
         for member, place in zip(members[1:], others, strict=True):
             if len(place.names) != len(first.names):
                 raise UsageError(
@@ -371,7 +380,7 @@ def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver:
                 )
 
     secret = job_secret()
-    endpoint = Endpoint(group, rank, len(members), derive_key(secret, token), bool(secret))
+    endpoint = Endpoint(group, rank, len(members), derive_key(secret, token), bool(secret), encrypts())
     listener = acquire(interfaces)
     roster = Roster(endpoint, interfaces, [], streams, listener)
     try:
@@ -380,7 +389,8 @@ def gather(meeting: GroupMeeting, members: Sequence[Member], rank: int, deliver:
         place = ListenAddresses(names, tuple(each.address for each in interfaces), tuple(listener.ports))
         # By comparing these proofs, all ranks detect now if their secrets differ, before a connection fails because of
         # it.
-        mine = {**asdict(place), "same": proof(endpoint.key, "fastcoll group, the same secret", ()).hex()}
+        same = proof(endpoint.key, "fastcoll group, the same secret", ()).hex()
+        mine = {**asdict(place), "same": same, "encrypts": endpoint.encrypts}
         records = meeting.assemble(mine, check)
         roster.places.extend(map(ListenAddresses.from_record, records))
         if any(len(place.names) != len(interfaces) for place in roster.places):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import ResourceError, StoreTimeoutError, UsageError
+from ..store.encryption import descriptors
 from ..store.file_store import FileStore
 from ..store.store import Rendezvous, tries
 from ..store.table import HashStore
@@ -189,7 +190,7 @@ def meet_at_address(
     if port == 0 and world_size > 1:
         raise UsageError(f"{source} has port 0; the ranks can only meet at a port that all know")
     if rank == 0:
-        make_room(world_size, f"the store for {world_size} ranks")
+        make_room(world_size * descriptors(), f"the store for {world_size} ranks")
     beside = port and port_beside(port)
     note = f"; port {beside} is the store's, beside {port} of {source}: firewalls must let both through"
     try:

@@ -18,6 +18,7 @@ from time import monotonic
 from typing import Any
 
 from ..core.work import ENDLESS
+from ..store.encryption import carrier
 from .slots import Ring
 from .wire import Assembler, MessageError, MessageType, RpcMessage, encode
 from .worker_info import WorkerInfo
@@ -189,7 +190,7 @@ class Link:
         kernel of that process answers.
         """
         try:
-            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+            info = carrier(self._socket).getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
         except OSError:  # the socket is closed
             return False
         retransmits, unacked, silent_milliseconds = _INFO.unpack(info)

@@ -7,11 +7,12 @@ Each side first sends an *opening* of 112 bytes, the dialing side before the ans
     8       2      protocol version
     10      1      role: 1 dials, 2 answers
     11      1      result: 0 welcome, 1 other protocol, 2 other version, 3 secrets differ, 4 full,
-                   5 the client has dialed another address
+                   5 the client has dialed another address, 6 one side encrypts and the other does not
     12      16     version of fastcoll, ASCII, padded with zeros
     28      1      kind: 1 control, 2 data, 3 mail, 4 store, 5 recovery endpoint, 6 rpc
     29      1      1 if this side has a job secret, 0 with FASTCOLL_INSECURE=1 and no secret
-    30      2      stream: the number of this connection among the connections of its kind between these two ranks
+    30      1      1 if this side encrypts its connections (FASTCOLL_ENCRYPT=1)
+    31      1      stream: the number of this connection among the connections of its kind between these two ranks
     32      16     group: between ranks, the random name that the group's first member has drawn for it (it identifies
                    the job, too); from a store's server, the server's random name; from a store's client, a digest of
                    the host name and port that the client was given (address.name_of)
@@ -28,7 +29,8 @@ group's token, random bytes that the group's first member publishes in the store
 the key is the secret. If the secrets differ, the dialing side rejects the answering side's proof, and sends zeros
 instead of its own proof. With FASTCOLL_INSECURE=1 and no secret, a group's key is derived from its token only, and a
 store's client and server exchange no proofs. Openings and proofs have fixed sizes, and nothing else is read before the
-proofs are verified. The handshake authenticates a connection; it does not encrypt it.
+proofs are verified. The handshake authenticates a connection. If both sides have FASTCOLL_ENCRYPT=1, all later bytes
+are those of TLS (encryption.py); both sides derive its key from the endpoint's key and both openings.
 
 Each side has an object, `Dialing` or `Answering`. `wants` is the number of bytes that the object still needs (0: the
 handshake is complete). `take` consumes received bytes, split in any way, and returns the bytes to send. The object
@@ -57,16 +59,24 @@ from ..system.address import NAME_SIZE, PLACE_SIZE
 from .secret import PROOF_SIZE, SAME_SECRET, is_proof, proof
 
 MAGIC = b"FASTMESH"
-PROTOCOL = 4
+PROTOCOL = 5
 NONCE_SIZE = 32
+SEED_SIZE = 32
 GROUP_SIZE = NAME_SIZE
 TOKEN_SIZE = 16
-_FORMAT = struct.Struct("!8sHBB16sBBH16sIII20s32s")
+_FORMAT = struct.Struct("!8sHBB16sBBBB16sIII20s32s")
 OPENING_SIZE = _FORMAT.size
 VERSION = __version__.encode()[:16]
 _NOWHERE = bytes(PLACE_SIZE)
 _REFUSAL = bytes(PROOF_SIZE)
+SAME_ENCRYPTION = "give every rank of the job the same FASTCOLL_ENCRYPT"
 _SECRETS = f"its secret differs; {SAME_SECRET}"
+
+
+def unlike_encryption(theirs: bool) -> str:
+    """Return why one side is refused of which one encrypts its connections; `theirs`: the other end does."""
+    does, does_not = ("it", "this process") if theirs else ("this process", "it")
+    return f"{does} encrypts its connections, and {does_not} does not; {SAME_ENCRYPTION}"
 
 
 class OpeningError(ValueError):
@@ -100,13 +110,15 @@ class OpeningResult(IntEnum):
     SECRET = 3
     FULL = 4
     PLACE = 5
+    ENCRYPTION = 6
 
 
 @dataclass(frozen=True)
 class Endpoint:
     """One rank of a group: the fields that identify it in openings, and the key of its proofs.
 
-    `key`: see `derive_key`; b"" for a store without a secret, which any process may open without a proof.
+    `key`: see `derive_key`; b"" for a store without a secret, which any process may open without a proof. `encrypts`:
+    its connections are encrypted, which needs a key.
     """
 
     group: bytes
@@ -114,6 +126,7 @@ class Endpoint:
     size: int
     key: bytes = field(repr=False)
     has_secret: bool
+    encrypts: bool = False
 
 
 class Opening(NamedTuple):
@@ -125,6 +138,7 @@ class Opening(NamedTuple):
     version: bytes
     kind: ConnectionKind
     has_secret: bool
+    encrypts: bool
     stream: int
     group: bytes
     rank: int
@@ -147,7 +161,8 @@ class Opening(NamedTuple):
         """Return the opening that the rank of `endpoint` sends to a peer."""
         named = (endpoint.group, endpoint.rank, peer, endpoint.size)
         nonce = os.urandom(NONCE_SIZE)
-        return cls(PROTOCOL, role, result, VERSION, kind, endpoint.has_secret, stream, *named, place, nonce)
+        secret, encrypts = endpoint.has_secret, endpoint.encrypts
+        return cls(PROTOCOL, role, result, VERSION, kind, secret, encrypts, stream, *named, place, nonce)
 
     def to_bytes(self) -> bytes:
         return _FORMAT.pack(MAGIC, *self)
@@ -167,17 +182,27 @@ class Opening(NamedTuple):
         )
         if found.protocol != PROTOCOL:
             return found._replace(
-                kind=ConnectionKind.CONTROL, has_secret=False, stream=0, rank=0, peer=0, size=1
+                kind=ConnectionKind.CONTROL,
+                has_secret=False,
+                encrypts=False,
+                stream=0,
+                rank=0,
+                peer=0,
+                size=1,
             )
         possible = (
             found.kind in tuple(ConnectionKind)
-            and found.has_secret <= 1
+            and found.encrypts <= found.has_secret <= 1
             and found.rank < found.size > found.peer
         )
         has_place = found.kind == ConnectionKind.STORE and role is Role.DIALS
         if not possible or (any(found.place) and not has_place):
             raise OpeningError(f"an opening with an invalid field: {data[28:80]!r}")
-        return found._replace(kind=ConnectionKind(found.kind), has_secret=bool(found.has_secret))
+        return found._replace(
+            kind=ConnectionKind(found.kind),
+            has_secret=bool(found.has_secret),
+            encrypts=bool(found.encrypts),
+        )
 
     def answer(self, endpoint: Endpoint, result: OpeningResult) -> Opening:
         """Return the opening with which the rank of `endpoint` answers this opening."""
@@ -209,6 +234,11 @@ def prove(key: bytes, role: Role, dialed: bytes, answered: bytes) -> bytes:
     return proof(key, f"fastcoll connection, the side that {role.name.lower()}", (dialed, answered))
 
 
+def derive_seed(key: bytes, dialed: bytes, answered: bytes) -> bytes:
+    """Return the SEED_SIZE bytes from which both sides make the TLS key of this connection (encryption.py)."""
+    return proof(key, "fastcoll connection, the seed of its TLS key", (dialed, answered))
+
+
 class RefusedError(OpeningError):
     """The two ends are incompatible, so a retry does not help. `answer`: bytes to send to the other end."""
 
@@ -228,8 +258,9 @@ class Turned(OpeningError):
 class Dialing:
     """The dialing side: the rank of `endpoint` dials the group rank `peer`.
 
-    `theirs` is the peer's opening, or None until it has been read. `place`: for a store's client, the digest of the
-    address that the client has dialed (address.place_of).
+    `theirs` is the peer's opening, or None until it has been read. `seed`: see `derive_seed`; empty if the connection
+    is not encrypted. `place`: for a store's client, the digest of the address that the client has dialed
+    (address.place_of).
     """
 
     def __init__(
@@ -240,6 +271,7 @@ class Dialing:
         self.opening = self._mine.to_bytes()
         self._buffer = b""
         self.theirs: Opening | None = None
+        self.seed = b""
         self.wants = OPENING_SIZE
 
     def take(self, data: bytes) -> bytes:
@@ -261,6 +293,8 @@ class Dialing:
         theirs, given = self._buffer[:OPENING_SIZE], self._buffer[OPENING_SIZE:]
         if not is_proof(given, prove(self._endpoint.key, Role.ANSWERS, self.opening, theirs)):
             raise RefusedError(OpeningResult.SECRET, _SECRETS, _REFUSAL)
+        if self._endpoint.encrypts:
+            self.seed = derive_seed(self._endpoint.key, self.opening, theirs)
         return prove(self._endpoint.key, Role.DIALS, self.opening, theirs)
 
     def _check(self, theirs: Opening) -> None:
@@ -274,6 +308,8 @@ class Dialing:
             )
         if theirs.result is OpeningResult.SECRET or theirs.has_secret != self._mine.has_secret:
             raise RefusedError(OpeningResult.SECRET, _SECRETS)
+        if theirs.result is OpeningResult.ENCRYPTION or theirs.encrypts != self._mine.encrypts:
+            raise RefusedError(OpeningResult.ENCRYPTION, unlike_encryption(theirs.encrypts))
         if theirs.result is OpeningResult.PLACE:
             raise RefusedError(OpeningResult.PLACE, "its address is not the one that this side has dialed")
         mine = self._mine
@@ -289,7 +325,7 @@ class Answering:
 
     `find` returns the endpoint that an opening is for, or None if this process does not have that endpoint. `is_here`
     returns whether an opening was dialed to this side, and not to another address from which it was relayed. `theirs`
-    is the other side's opening, or None until it has been accepted.
+    is the other side's opening, or None until it has been accepted. `seed`: as for `Dialing`.
     """
 
     def __init__(
@@ -299,7 +335,7 @@ class Answering:
     ) -> None:
         self._find, self._is_here = find, is_here
         self._buffer = b""
-        self._expected = b""
+        self._expected = self.seed = b""
         self.theirs: Opening | None = None
         self.wants = OPENING_SIZE
 
@@ -337,6 +373,9 @@ class Answering:
         if theirs.has_secret != endpoint.has_secret:
             answer = theirs.answer(endpoint, OpeningResult.SECRET).to_bytes()
             raise Turned("it has a job secret and this rank has none, or the other way round", answer)
+        if theirs.encrypts != endpoint.encrypts:
+            answer = theirs.answer(endpoint, OpeningResult.ENCRYPTION).to_bytes()
+            raise Turned(unlike_encryption(theirs.encrypts), answer)
         if not self._is_here(theirs):
             answer = theirs.answer(endpoint, OpeningResult.PLACE).to_bytes()
             raise Turned(
@@ -347,4 +386,6 @@ class Answering:
         if not endpoint.key:
             return mine
         self.wants, self._expected = PROOF_SIZE, prove(endpoint.key, Role.DIALS, dialed, mine)
+        if endpoint.encrypts:
+            self.seed = derive_seed(endpoint.key, dialed, mine)
         return mine + prove(endpoint.key, Role.ANSWERS, dialed, mine)

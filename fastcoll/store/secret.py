@@ -1,6 +1,6 @@
 """The job's secret: where it comes from, and how both ends of a connection prove that they have it.
 
-Any process with the secret may join the job. The secret authenticates the ends of a connection; it encrypts nothing.
+Any process with the secret may join the job. The secret authenticates the ends of a connection; encryption.py encrypts.
 The first of these that applies is used:
 
     given            FASTCOLL_SECRET, else the content of the file FASTCOLL_SECRET_FILE

@@ -88,19 +88,20 @@ class StoreServer:
 
     The driver, which has the sockets, calls `connect`, `receive`, `end`, `disconnect` and `expire`; times are in
     seconds. After each call the driver sends what is in `outbox` (peer, bytes), closes the connections in `drops`
-    (peer, reason), and empties both.
+    (peer, reason), encrypts those in `encrypting` (peer, seed, received bytes of TLS), and empties all three.
     """
 
-    def __init__(self, secret: bytes, timeout: float, name: bytes = b"") -> None:
+    def __init__(self, secret: bytes, timeout: float, name: bytes = b"", encrypts: bool = False) -> None:
         """Make a server without connections.
 
         `timeout`: the store's timeout, which is also the clients' timeout. `name`: if the secret does not identify the
         job, the digest that clients of this store send in the group field of their opening (address.name_of); else
-        empty.
+        empty. `encrypts`: connections are encrypted after the handshake.
         """
         self.outbox: list[tuple[int, bytes]] = []
         self.drops: list[tuple[int, str]] = []
-        self._me = Endpoint(os.urandom(GROUP_SIZE), 0, 2, secret, bool(secret))
+        self.encrypting: list[tuple[int, bytes, bytes]] = []
+        self._me = Endpoint(os.urandom(GROUP_SIZE), 0, 2, secret, bool(secret), encrypts)
         self._proof_seconds = max(timeout, OPENING_SECONDS)
         self._frame_seconds = max(timeout, FRAME_SECONDS)
         self._name = name
@@ -223,6 +224,8 @@ class StoreServer:
         state.is_open, state.deadline = True, None
         self._opening.pop(peer, None)
         self._proving.pop(peer, None)
+        if seed := state.answering.seed:
+            self.encrypting.append((peer, seed, state.take(len(state.buffer))))
         while True:
             yield from self._until(HEADER.size, peer, state)
             length = check_request_header(bytes(state.buffer[: HEADER.size]))

@@ -23,6 +23,8 @@ from ..system.address import (
     raise_limit,
     shown,
 )
+from .encryption import encrypt, encrypts
+from .opening import Role
 from .secret import is_users, warn_if_open
 from .serving import SocketServer
 from .store_protocol import StoreServer
@@ -62,7 +64,8 @@ class TCPServer(SocketServer):
         bound: str
         bound, self.port = listener.getsockname()[:2]
         warn_if_open(f"{shown(bound, self.port)} (the store)")
-        self._core = StoreServer(secret, timeout, name_of(host, self.port) if is_users() else b"")
+        name = name_of(host, self.port) if is_users() else b""
+        self._core = StoreServer(secret, timeout, name, encrypts())
         self._links: dict[int, _Link] = {}  # by descriptor
         # A spare descriptor, closed for a moment when no other is free, to accept a connection and refuse it.
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -154,9 +157,10 @@ class TCPServer(SocketServer):
         self._close_spare()
 
     def _carry_out(self) -> None:
-        """Send the bytes and close the connections that the StoreServer has listed."""
+        """Send the bytes, and close and encrypt the connections, that the StoreServer has listed."""
         outbox, self._core.outbox = self._core.outbox, []
         drops, self._core.drops = self._core.drops, []
+        encrypting, self._core.encrypting = self._core.encrypting, []
         for peer, data in outbox:
             link = self._links.get(peer)
             if link is not None:
@@ -165,6 +169,19 @@ class TCPServer(SocketServer):
         for peer, reason in drops:
             if peer in self._links:
                 self.blame(self._links[peer].host, reason and f"{reason} (the store, port {self.port})")
+                self._close(peer)
+        for peer, seed, received in encrypting:
+            if (link := self._links.get(peer)) is None:
+                continue
+            refused = ""
+            self.selector.unregister(link.socket)
+            try:
+                encrypt(link.socket, seed, Role.ANSWERS, received)
+            except OSError as error:
+                refused = f"its connection could not be encrypted: {error.strerror}"
+            self.selector.register(link.socket, selectors.EVENT_READ, peer)
+            if refused:
+                self.blame(link.host, refused)
                 self._close(peer)
 
     def _flush(self, peer: int, link: _Link) -> None:

@@ -20,7 +20,17 @@ from ..core.operands import whole
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from ..system.address import CURE, PORTLESS_SECONDS, name_of, place_of, portless, probe, resolve, shown
 from . import frames
-from .opening import ConnectionKind, Dialing, Endpoint, OpeningError, OpeningResult, RefusedError
+from .encryption import encrypt, encrypts
+from .opening import (
+    SAME_ENCRYPTION,
+    ConnectionKind,
+    Dialing,
+    Endpoint,
+    OpeningError,
+    OpeningResult,
+    RefusedError,
+    Role,
+)
 from .secret import SAME_SECRET, job_secret, source
 from .serving import acquire, release
 from .store import DEFAULT_TIMEOUT, StalledError, count_in, limit_of, tries
@@ -106,6 +116,7 @@ class TCPStore(TableStore):
         if size < -1 or size == 0:
             raise UsageError(f"world_size counts the processes that open the store, got {size}")
         self._secret = job_secret()
+        encrypts()  # raises if it is impossible here
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._idle: list[TCPConnection] = []
@@ -321,13 +332,14 @@ class TCPConnection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def open(self, secret: bytes, deadline: float) -> None:
-        """Exchange the openings, and the proofs if there is a secret."""
+        """Exchange the openings, and the proofs if there is a secret; encrypt the connection if FASTCOLL_ENCRYPT=1."""
         self._warn_at = time.monotonic() + GRACE_SECONDS
         try:
             place = place_of(*self._socket.getpeername()[:2])
         except OSError as error:  # the connection was reset
             raise LostError(self._where, error) from error
-        dialing = Dialing(Endpoint(self._name, 1, 2, secret, bool(secret)), 0, ConnectionKind.STORE, 0, place)
+        me = Endpoint(self._name, 1, 2, secret, bool(secret), encrypts())
+        dialing = Dialing(me, 0, ConnectionKind.STORE, 0, place)
         self.send(dialing.opening, deadline)
         try:
             while dialing.wants:
@@ -347,6 +359,9 @@ class TCPConnection:
             if error.result is OpeningResult.SECRET:
                 other = "another secret" if dialing.theirs.has_secret else "no secret"
                 why = f"has {other}, and this process has {source()}; {SAME_SECRET}"
+            if error.result is OpeningResult.ENCRYPTION:
+                does = ("encrypts", "does not") if dialing.theirs.encrypts else ("does not encrypt", "does")
+                why = f"{does[0]} its connections, and this process {does[1]}; {SAME_ENCRYPTION}"
             if error.result is OpeningResult.PLACE:
                 why = (
                     "has another address: a mapped port, a tunnel or a stranger forwards connections to it. The "
@@ -358,6 +373,10 @@ class TCPConnection:
             raise StoreError(f"{self._where} answers, but is not a fastcoll store: {error}") from error
         assert dialing.theirs is not None, "the handshake is complete"
         self.instance = dialing.theirs.group
+        try:
+            encrypt(self._socket, dialing.seed, Role.DIALS)
+        except OSError as error:
+            raise LostError(self._where, error) from error
 
     def send(self, data: bytes, deadline: float) -> None:
         """Send all of `data`; raises the same errors as `ask`."""

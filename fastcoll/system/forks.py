@@ -22,6 +22,7 @@ ORDER = (
     "groups",  # makes groups unusable
     "world",
     "servers",  # closes the listening sockets
+    "tunnels",  # closes the copies of encrypted connections
     "metrics",
     "compiling",
     "arena",  # before the fork, the parent copies its arrays in shared memory for the child

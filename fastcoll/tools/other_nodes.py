@@ -24,8 +24,16 @@ _FIRST_SECONDS = (
 _STALE_SECONDS = (
     5.0  # a view that has not changed for longer is of a launcher that has ended, or cannot be reached
 )
-# What the user's own secret depends on (store/secret.py); these are taken from the launcher.
-_SECRETS = "FASTCOLL_SECRET", "FASTCOLL_SECRET_FILE", "FASTCOLL_INSECURE", "HOME", "XDG_CONFIG_HOME"
+# The connection to the store depends on these, as the user's own secret does (store/secret.py); they are taken from the
+# launcher.
+_SECRETS = (
+    "FASTCOLL_SECRET",
+    "FASTCOLL_SECRET_FILE",
+    "FASTCOLL_INSECURE",
+    "FASTCOLL_ENCRYPT",
+    "HOME",
+    "XDG_CONFIG_HOME",
+)
 _TYPES = get_type_hints(RankRates)
 
 

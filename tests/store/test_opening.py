@@ -13,6 +13,7 @@ from fastcoll.store.opening import (
     OPENING_SIZE,
     PROOF_SIZE,
     PROTOCOL,
+    SEED_SIZE,
     Answering,
     ConnectionKind,
     Dialing,
@@ -111,6 +112,31 @@ def test_a_secret_on_one_side_only_is_refused(has_secret: bool) -> None:
         answerer.take(caller.opening)
     with pytest.raises(RefusedError, match="FASTCOLL_SECRET"):
         caller.take(turned.value.answer)
+
+
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_encryption_on_one_side_only_is_refused(encrypts: bool) -> None:
+    answerer = Answering(lambda theirs: dataclasses.replace(SEATS[theirs.peer], encrypts=not encrypts))
+    caller = dialing(encrypts=encrypts)
+    theirs, mine = ("it", "this process") if encrypts else ("this process", "it")
+    with pytest.raises(Turned, match=f"{theirs} encrypts its connections, .*FASTCOLL_ENCRYPT") as turned:
+        answerer.take(caller.opening)
+    with pytest.raises(RefusedError, match=f"{mine} encrypts its connections, .*FASTCOLL_ENCRYPT"):
+        caller.take(turned.value.answer)
+
+
+def test_both_sides_derive_a_new_seed_for_each_connection() -> None:
+    def seed(encrypts: bool) -> bytes:
+        caller = dialing(encrypts=encrypts)
+        answerer = Answering(lambda theirs: dataclasses.replace(SEATS[theirs.peer], encrypts=encrypts))
+        shake(caller, answerer)
+        assert caller.seed == answerer.seed
+        return caller.seed
+
+    seeds = [seed(True) for _ in range(3)]
+    assert {len(each) for each in seeds} == {SEED_SIZE}
+    assert len({*seeds}) == 3
+    assert seed(False) == b""
 
 
 @pytest.mark.parametrize(("field", "value", "result"), [(8, b"\0\7", "PROTOCOL"), (12, b"9.9.9", "VERSION")])

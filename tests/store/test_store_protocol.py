@@ -28,6 +28,7 @@ from fastcoll.store.opening import (
     OPENING_SIZE,
     PROOF_SIZE,
     ConnectionKind,
+    Dialing,
     Endpoint,
     Opening,
     OpeningResult,
@@ -486,11 +487,25 @@ def test_strangers_are_dropped_when_no_descriptor_is_left() -> None:
     assert wire.ask(0, Op.ADD, b"n", b"1") == ok(b"1")
 
 
+def test_bytes_behind_the_proof_are_those_of_tls() -> None:
+    server = StoreServer(SECRET, 1.0, encrypts=True)
+    server.connect(1, 0.0)
+    dialing = Dialing(Endpoint(bytes(GROUP_SIZE), 1, 2, SECRET, True, True), 0, ConnectionKind.STORE, 0)
+    server.receive(1, dialing.opening, 0.0)
+    ((_, answer),) = server.outbox
+    dialing.take(answer[:OPENING_SIZE])
+    server.receive(1, dialing.take(answer[OPENING_SIZE:]) + b"of TLS", 0.0)
+    assert server.encrypting == [(1, dialing.seed, b"of TLS")]
+    server.receive(1, encode_request(StoreRequest(Op.SET, (b"k",), (b"v",))), 0.0)  # decrypted
+    assert parse_answers(server.outbox[-1][1]) == ok()
+
+
 @pytest.mark.parametrize(
     ("server", "changes", "result"),
     [
         (SECRET, {}, OpeningResult.SECRET),
         (b"", {"has_secret": True}, OpeningResult.SECRET),
+        (SECRET, {"has_secret": True, "encrypts": True}, OpeningResult.ENCRYPTION),
         (b"", {"protocol": 99}, OpeningResult.PROTOCOL),
         (b"", {"version": b"9.9"}, OpeningResult.WELCOME),  # the ranks compare versions when they join
     ],

@@ -27,6 +27,7 @@ from ...rendezvous.assemble import assemble
 from ...rendezvous.control import NOTICE_SIZE, Control, Notice, NoticeError
 from ...rendezvous.detect import detect
 from ...store import HashStore, Rendezvous, Store, TCPStore
+from ...store.encryption import check_nodes, descriptors
 from ...store.opening import derive_key
 from ...store.secret import PROOF_SIZE, SAME_SECRET, is_proof, job_secret, proof
 from ...store.store import listed
@@ -79,7 +80,7 @@ def meet_through_mpi(rank: int, world_size: int, timeout: float) -> Rendezvous:
 def _serve_store(library: MpiLibrary, timeout: float) -> Rendezvous:
     """Serve the store, and send its address to all other ranks."""
     world = library.MPI.COMM_WORLD
-    make_room(world.size, f"the store for {world.size} ranks")
+    make_room(world.size * descriptors(), f"the store for {world.size} ranks")
     host = _LOOPBACK if detect(os.environ).on_one_node else address_for_others()
     store = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
     text = f"{host} {store.port}".encode().ljust(_STORE_BYTES)
@@ -146,10 +147,12 @@ def make_comm(
     Collective over the members. Returns the communicator, and whether the MPI library of every member is CUDA-aware.
 
     Raises:
+        UsageError: FASTCOLL_ENCRYPT=1, and the members are on several nodes.
         UnavailableError: the members are not ranks of one MPI job.
         RendezvousError: a member did not prove over MPI that it has the job's secret.
         PeerDiedError, StoreTimeoutError: a member died or did not arrive.
     """
+    check_nodes("MPI", members)
     world = library.MPI.COMM_WORLD
     free_finished(library)
     contribution = [world.rank, world.size, int(library.cuda_aware), os.urandom(16).hex()]

@@ -32,6 +32,7 @@ from ...rendezvous.control import Control, NetMonitor
 from ...rendezvous.dials import LOOK_SECONDS, RETRY_FIRST, RETRY_MOST, Dial, dial_all, dial_until
 from ...rendezvous.listener import Roster, gather
 from ...store import Store
+from ...store.encryption import carrier, holds_bytes
 from ...store.opening import ConnectionKind, Opening
 from ...system.processes import Member, witnesses
 
@@ -53,8 +54,10 @@ _CONFIRMATION = b"\1"  # sent by the lower rank on a connection for messages tha
 
 def _has_unacknowledged(connection: socket.socket) -> bool:
     """Whether some sent bytes are not acknowledged by the peer's host."""
+    if holds_bytes(connection):
+        return True
     try:
-        left: int = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
+        left: int = struct.unpack("i", fcntl.ioctl(carrier(connection), termios.TIOCOUTQ, bytes(4)))[0]
     except (OSError, ValueError):  # closed
         return False
     return left > 0
