@@ -160,7 +160,9 @@ def test_an_open_call_is_completed(how, rank, world_size):
     dist.send(np.zeros(1), 1)
     WAYS[how](work, y)
     assert (x == 3).all()
-    if how.endswith("call"):  # the watcher may have completed the call, and needs the GIL to complete its Work
+    if how.endswith(
+        "call"
+    ):  # the watcher may have completed the call, and needs the GIL to complete its Work
         leave_it_to_the_watcher(work, y)
     assert work.ended
     assert work.is_success()
