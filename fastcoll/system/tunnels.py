@@ -43,6 +43,7 @@ _CHUNK = 256 << 10
 _RECORD = 17 << 10  # more than one record of TLS, of which a part may be left when the next chunk arrives
 _EXIT_SECONDS, _EXIT_LOOK_SECONDS = 2.0, 0.001
 _NOTHING = memoryview(b"")
+_ENDS = select.EPOLLHUP | select.EPOLLRDHUP | select.EPOLLERR
 
 
 class Tunnel:
@@ -124,7 +125,7 @@ class Tunnel:
         """
         reads = not (self._tcp_ended or self._opened or (self._is_left and self._is_open))
         writes = not self._is_sent and bool(self._sealed or self._outgoing.pending)
-        tcp = select.EPOLLIN * reads | select.EPOLLOUT * writes
+        tcp = (select.EPOLLIN | select.EPOLLRDHUP) * reads | select.EPOLLOUT * writes
         takes = self._is_open and not (self._is_sent or self._sealed)
         pair = select.EPOLLIN * takes | select.EPOLLOUT * bool(self._opened)
         wanted = {self.tcp.fileno(): tcp or None, self._pair.fileno(): pair or (None if self._is_left else 0)}
@@ -269,7 +270,9 @@ class _Pump:
         global _pump
         while True:
             over = set()
-            for fd, events in self._epoll.poll():
+            # Ends are passed on last. Otherwise the end of a connection could overtake a notice that its rank sent
+            # before on another connection, and the peers would take the end for a death.
+            for fd, events in sorted(self._epoll.poll(), key=lambda event: event[1] & _ENDS != 0):
                 tunnel = self.tunnels[fd]
                 try:
                     tunnel.step(fd, events, self._space)
