@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from ..core.monitor import FAILED, IN_ORDER, LEAVING, LEFT, Monitor
 from ..errors import CollectiveTimeoutError, GroupError, PeerDiedError
-from ..store.encryption import carrier, failure
+from ..store.encryption import carrier, failure, holds_bytes
 from ..system.interfaces import watch
 from ..system.processes import Member, dead_among, describe_gone
 
@@ -85,6 +85,7 @@ class Notice:
 
 logger = logging.getLogger("fastcoll")
 _LOOK_AGAIN_SECONDS = 0.002  # `look` reads at most once in this time
+_SENT_SECONDS = 0.2  # how long `send` waits until encrypted notices are in TCP
 _NOTICES_AT_ONCE = 4  # how many times `look` polls the connections
 
 
@@ -127,8 +128,13 @@ class Control:
         data = notice.to_bytes()
         with self._lock:
             self._notices.append(data)
-            for _, connection, _ in list(self._links.values()):
+            connections = [connection for _, connection, _ in list(self._links.values())]
+            for connection in connections:
                 _send(connection, data)
+            # The process may end by os._exit as soon as this returns; without encryption, TCP has the notice already.
+            end = time.monotonic() + _SENT_SECONDS
+            while any(map(holds_bytes, connections)) and time.monotonic() < end:
+                time.sleep(0.0005)
 
     def look(self, again: bool = False) -> None:
         """Read the notices that have come. Never blocks.
