@@ -246,7 +246,7 @@ class KernelCache:
                 return load(found)
             code = self._compiled(compile, self._hint)
             address = load(code)
-            keep(folder, f"{self._name}.code", self._stamp + digest(code) + code, self._is_ours)
+            keep(folder, f"{self._name}.code", self._stamp, code, self._is_ours)
             return address
         finally:
             if lock is not None:
@@ -261,19 +261,25 @@ class KernelCache:
     def _found(self) -> bytes | None:
         if (code := self._shipped()) is not None:
             return code
-        for folder in self.places.read:
-            content = cache_files.read(folder, f"{self._name}.code", self.source)
-            if content is None:
-                continue
-            code = content[32:]
-            if content[:16] == self._stamp and content[16:32] == digest(code):
-                if self.places.are_sets:
-                    cache_files.mark_used(folder)
-                return code
-        return None
+        return kept_code(self.places, f"{self._name}.code", self._stamp, self.source)
 
 
-def keep(folder: str, name: str, content: bytes, is_ours: bool) -> None:
+def kept_code(places: Places, name: str, stamp: bytes, source: str) -> bytes | None:
+    """Return the code in a file with this name and stamp, from the first of the places that has one, or None.
+
+    Args:
+        source: the file that defines the function.
+    """
+    for folder in places.read:
+        content = cache_files.read(folder, name, source)
+        if content is not None and content[:16] == stamp and content[16:32] == digest(content[32:]):
+            if places.are_sets:
+                cache_files.mark_used(folder)
+            return content[32:]
+    return None
+
+
+def keep(folder: str, name: str, stamp: bytes, code: bytes, is_ours: bool) -> None:
     """Write a file with code, if that is possible.
 
     Args:
@@ -284,7 +290,7 @@ def keep(folder: str, name: str, content: bytes, is_ours: bool) -> None:
         warn_unkept("compiled kernels are not kept, since fastcoll's files have changed; start again")
         return
     try:
-        cache_files.write(folder, name, content)
+        cache_files.write(folder, name, stamp + digest(code) + code)
     except OSError as error:
         warn_unkept(f"compiled kernels cannot be kept in {folder} ({error.strerror}); {cache_files.CURE}")
 

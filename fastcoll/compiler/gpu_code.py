@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ..errors import ResourceError
 from . import cache_files
-from .cache import SOURCES, acquire, keep, places_of_set, warn_unkept
+from .cache import SOURCES, acquire, keep, kept_code, places_of_set, warn_unkept
 from .cache_files import digest
 
 
@@ -28,15 +28,7 @@ def kept(name: str, compile: Callable[[], bytes]) -> bytes:
         return compile()
     places, stamp = places_of_set(__file__), digest(SOURCES.encode(), name.encode())
     file = f"{stamp.hex()}.gpu"
-
-    def found() -> bytes | None:
-        for folder in places.read:
-            content = cache_files.read(folder, file, __file__)
-            if content is not None and content[:16] == stamp and content[16:32] == digest(content[32:]):
-                return content[32:]
-        return None
-
-    if (code := found()) is not None:
+    if (code := kept_code(places, file, stamp, __file__)) is not None:
         return code
     try:
         folder = cache_files.writable(places, __file__)
@@ -45,9 +37,9 @@ def kept(name: str, compile: Callable[[], bytes]) -> bytes:
         return compile()
     lock = acquire(f"{folder}/{file}.lock")
     try:
-        if (code := found()) is None:
+        if (code := kept_code(places, file, stamp, __file__)) is None:
             code = compile()
-            keep(folder, file, stamp + digest(code) + code, True)
+            keep(folder, file, stamp, code, True)
         return code
     finally:
         if lock is not None:
