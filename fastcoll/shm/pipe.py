@@ -117,8 +117,7 @@ class RingPipe(WordPipe):
         )
 
     def has_unread(self, peer: int) -> bool:
-        head = ctypes.c_int64.from_address(self.word(peer, words.IN_HEAD_AT))
-        return head.value > self.word(peer, words.IN_TAIL)
+        return read.call(self.word(peer, words.IN_HEAD_AT)) > self.word(peer, words.IN_TAIL)
 
     def retire(self) -> None:
         ring_kernels.retire.call(self.address)
