@@ -172,6 +172,12 @@ class Fleet:
             time.sleep(0.0005)
         return True
 
+    def await_mark(self, place: int) -> int:
+        """Wait until another process has set a mark, and return it."""
+        while not self.marks[place]:
+            time.sleep(0.005)
+        return int(self.marks[place])
+
 
 def load() -> None:
     """Import and load the modules and kernels of ranks, before they are forked."""

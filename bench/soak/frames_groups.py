@@ -22,7 +22,6 @@ from fastcoll.p2p.transfers import kind_of
 
 from .fleet import Fleet
 from .frames_rpc import joined
-from .frames_store import await_mark
 from .mutations import mutated
 from .watching import ATTACKER, OVER, VICTIM, Seen
 
@@ -102,7 +101,7 @@ def _be_victim(fleet: Fleet, seen: Seen, count: int, call: Any) -> None:
             seen.attempt(lambda: call(group, number), "rank 1")  # noqa: B023
             fleet.turns[VICTIM] = number
             dist.destroy_process_group(group)
-        await_mark(fleet, OVER)
+        fleet.await_mark(OVER)
 
 
 def _be_attacker(fleet: Fleet, count: int, attack: Any) -> None:

@@ -24,7 +24,7 @@ from fastcoll.rpc.calls import USER_CALL
 from fastcoll.rpc.wire import MessageType, RpcMessage
 
 from .fleet import Fleet
-from .frames_store import HERE, await_mark
+from .frames_store import HERE
 from .mutations import HEADER_ONLY, mutated
 from .watching import ATTACKER, OVER, PORT, VICTIM, Seen
 
@@ -39,7 +39,7 @@ _VICTIM, _ATTACKER = "worker0", "worker1"
 @contextmanager
 def joined(fleet: Fleet, rank: int) -> Iterator[None]:
     """Be in a job of two ranks over TCP, of which rank 0 serves the store."""
-    port = 0 if rank == 0 else await_mark(fleet, PORT)
+    port = 0 if rank == 0 else fleet.await_mark(PORT)
     with TCPStore(HERE, port, is_master=rank == 0, wait_for_workers=False, timeout=3 * _PATIENCE) as store:
         fleet.marks[PORT] = store.port
         dist.init_process_group("tcp", None, 3 * _PATIENCE, 2, rank, PrefixStore("job", store))
@@ -51,7 +51,7 @@ def be_called(fleet: Fleet, seen: Seen, count: int) -> None:
     """Be a worker until the attack is over."""
     with joined(fleet, 0):
         rpc.init_rpc(_VICTIM)
-        await_mark(fleet, OVER)
+        fleet.await_mark(OVER)
         rpc.shutdown(graceful=False)
 
 
@@ -106,7 +106,7 @@ def call(fleet: Fleet, seen: Seen, count: int) -> None:
             )
             fleet.turns[VICTIM] = number
             rpc.shutdown(graceful=False)
-        await_mark(fleet, OVER)
+        fleet.await_mark(OVER)
 
 
 def answer_badly(fleet: Fleet, count: int, seed: int) -> None:

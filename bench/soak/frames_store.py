@@ -30,14 +30,14 @@ def hold_store(fleet: Fleet, seen: Seen, count: int) -> None:
     """Serve a store until the attack is over."""
     with TCPStore(HERE, 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE) as store:
         fleet.marks[PORT] = store.port
-        await_mark(fleet, OVER)
+        fleet.await_mark(OVER)
         if store.compare_set("end", "", "1") != b"1":
             seen.fault("the store does not work after the attack")
 
 
 def attack_store(fleet: Fleet, count: int, seed: int) -> None:
     """Send broken requests; between them an honest client must get its answers."""
-    port, dice, sent, connections = await_mark(fleet, PORT), random.Random(seed), 0, 0
+    port, dice, sent, connections = fleet.await_mark(PORT), random.Random(seed), 0, 0
     with TCPStore(HERE, port, timeout=_PATIENCE) as honest:
         while sent < count:
             deadline = time.monotonic() + _PATIENCE
@@ -66,7 +66,7 @@ def _request(dice: random.Random) -> bytes:
 def use_store(fleet: Fleet, seen: Seen, count: int) -> None:
     """Make calls of a store whose server gives broken answers."""
     tcp_store.GRACE_SECONDS = _CALL_SECONDS
-    port, dice = await_mark(fleet, PORT), random.Random(0)
+    port, dice = fleet.await_mark(PORT), random.Random(0)
     with TCPStore(HERE, port, timeout=_CALL_SECONDS) as store:
         calls: list[Callable[[], Any]] = [
             lambda: store.set("a", "1"),
@@ -102,10 +102,3 @@ def answer_badly(fleet: Fleet, count: int, seed: int) -> None:
             time.sleep(0.005)
         fleet.marks[OVER] = 1.0
         time.sleep(4 * _CALL_SECONDS)  # the victim's last call ends
-
-
-def await_mark(fleet: Fleet, place: int) -> int:
-    """Wait until another child has set a mark, and return it."""
-    while not fleet.marks[place]:
-        time.sleep(0.005)
-    return int(fleet.marks[place])

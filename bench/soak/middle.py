@@ -26,6 +26,7 @@ from fastcoll.errors import FastcollError
 from .fleet import Fleet
 from .proxy import Proxy
 from .report import Report
+from .watching import PORT
 
 HARMS = ("cut", "stall", "stall for good", "double", "flip")
 _TIMEOUT = 3.0  # of the group
@@ -109,7 +110,9 @@ def _work(fleet: Fleet, rank: int, case: Case) -> Outcome:
         "1" * 64 if case.has_secret else "1"
     )
     os.environ["FASTCOLL_ENCRYPT"] = str(int(case.encrypts))
-    with _open_store(fleet, rank, case) as store:
+    port = 0 if rank == 0 else fleet.await_mark(PORT)
+    with _Between(case, rank, port, is_master=rank == 0) as store:
+        fleet.marks[PORT] = store.port
         calls = wrong = 0
         began = time.monotonic()
         try:
@@ -138,16 +141,6 @@ def _work(fleet: Fleet, rank: int, case: Case) -> Outcome:
                 [0, 1], 1, _END_SECONDS
             )  # the store and the proxy are there until both have ended
         return Outcome(calls, wrong, "", True, 0.0)
-
-
-def _open_store(fleet: Fleet, rank: int, case: Case) -> TCPStore:
-    if rank == 0:
-        store: TCPStore = _Between(case, rank, 0, is_master=True)
-        fleet.marks[0] = store.port
-        return store
-    while not fleet.marks[0]:
-        time.sleep(0.001)
-    return _Between(case, rank, int(fleet.marks[0]), is_master=False)
 
 
 class _Between(TCPStore):
