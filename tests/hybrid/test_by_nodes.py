@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +53,20 @@ def start(rank: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 def ranks(homes: list[int]) -> pytest.MarkDecorator:
     return pytest.mark.ranks(len(homes), init=False)
+
+
+@contextmanager
+def announced(path: Path, so: Callable[[], bool]) -> Iterator[None]:
+    """Create a file as soon as `so` is true, which may be while this thread waits in a call."""
+
+    def announce() -> None:
+        until(so)
+        path.touch()
+
+    watch = threading.Thread(target=announce)
+    watch.start()
+    yield
+    watch.join()
 
 
 def sent_by(group: ProcessGroup) -> int:
@@ -158,21 +173,19 @@ def test_a_missing_rank_is_named(
     if rank == first:  # its wait is the shortest, and begins when the others wait
         until(lambda: all((tmp_path / str(peer)).exists() for peer in others))
     late = [0, 1, 3] if rank == 2 else [2, 3] if rank == 0 and first == 2 else [first % 2, 2, 3]
-
-    def report() -> None:
-        until(lambda: group.backend._everyone.context.late_ranks() == late)
-        (tmp_path / str(rank)).touch()
-
-    watch = threading.Thread(target=report if rank in others else lambda: None)
-    watch.start()
-    with pytest.raises((CollectiveTimeoutError, AbortedError), match=r"barrier\(\), call 2 ") as caught:
+    tells = announced(tmp_path / str(rank), lambda: group.backend._everyone.context.late_ranks() == late)
+    raises = pytest.raises((CollectiveTimeoutError, AbortedError), match=r"barrier\(\), call 2 ")
+    with tells if rank in others else nullcontext(), raises as caught:
         dist.monitored_barrier(timeout=0.2 if rank == first else 90.0)
-    watch.join()
     assert caught.value.ranks == named
 
 
 class Interrupted(Exception):
     pass
+
+
+def interrupt(*_: object) -> None:
+    raise Interrupted
 
 
 @ranks(EVEN)
@@ -184,10 +197,6 @@ def test_a_rank_that_waits_in_the_meeting_can_be_interrupted(
     start(EVEN)
     group = dist.new_group()
     group.fast.all_reduce(np.ones(3))
-
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
     if rank == victim:
         with (
             alarm(interrupt, lambda: group.backend._everyone.context.in_progress),
@@ -232,20 +241,15 @@ def test_a_rank_that_aborts_or_leaves_ends_the_meeting_on_all_ranks(
     start(EVEN)
     group = dist.new_group()
     group.fast.barrier()
-
-    def report() -> None:
-        until(lambda: group.backend._everyone.context.in_progress)
-        (tmp_path / str(rank)).touch()
-
     if rank == 3:
         until(lambda: all((tmp_path / str(peer)).exists() for peer in range(3)))
         getattr(group, end)()
     else:
-        watch = threading.Thread(target=report)
-        watch.start()
-        with pytest.raises(AbortedError, match=rf"rank 3 .*{why}.*barrier\(\), call 2 "):
+        with (
+            announced(tmp_path / str(rank), lambda: group.backend._everyone.context.in_progress),
+            pytest.raises(AbortedError, match=rf"rank 3 .*{why}.*barrier\(\), call 2 "),
+        ):
             group.fast.barrier()
-        watch.join()
     dist.barrier()
 
 
@@ -256,10 +260,6 @@ def test_an_interrupt_while_the_reason_of_a_failure_is_sought_fails_the_group(
     start(EVEN)
     group = dist.new_group()
     group.fast.all_reduce(np.ones(3))
-
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
     monkeypatch.setattr(hybrid, "_REASON_SECONDS", 60.0)  # no other rank ends the search
     if rank == 0:
         monkeypatch.setattr(hybrid, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupt))
