@@ -250,7 +250,7 @@ def run(command: list[str], environ: dict[str, str], folder: Path, seconds: floa
             code = None
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it has left behind, too
+                os.killpg(process.pid, signal.SIGKILL)  # and the processes that it has started
             process.wait()
     return code, log.read_text(errors="replace")
 

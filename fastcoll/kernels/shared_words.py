@@ -8,7 +8,7 @@ a word that a peer publishes by `read`. Plain accesses suffice in three cases:
 - The word is a flag that publishes no data, such as a bell. An aligned word is never half written or half read.
 - Other processes learn of the word from a message through the kernel (a socket, a new process).
 
-docs/architecture-shm.md, "What orders the words", lists the words.
+docs/architecture-shm.md, "The order of shared words", lists the words.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _STALE_SECONDS = (
 )
 # The connection to the store depends on these, as the user's own secret does (store/secret.py); they are taken from the
 # launcher.
-_SECRETS = (
+_CONNECTION_SETTINGS = (
     "FASTCOLL_SECRET",
     "FASTCOLL_SECRET_FILE",
     "FASTCOLL_INSECURE",
@@ -69,7 +69,7 @@ def decode(data: bytes) -> NodeView:
 
 
 def merged(own: View, others: Sequence[NodeView]) -> View:
-    """Return this machine's view with the ranks of other machines; what this machine sees itself comes first."""
+    """Return this machine's view with the ranks of other machines; if both have a rank, the former counts."""
     here = {row.rank for row in own.rows if row.state}
     there = [row for other in others for row in other.rows if row.rank not in here]
     if not there:
@@ -100,7 +100,7 @@ class OtherNodes:
         if not self._awaited or (found := launchers_of(job.first.process.pid)) is None:
             return
         address, environment = found
-        for name in _SECRETS:
+        for name in _CONNECTION_SETTINGS:
             os.environ.pop(name, None)
             if (value := environment.get(name.encode())) is not None:
                 os.environ[name] = os.fsdecode(value)

@@ -1,4 +1,4 @@
-"""The script for a machine with a GPU, where there is none: what runs, what is reported, limits."""
+"""The script for a machine with a GPU, run on one without: its steps, its report and its limits."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from fastcoll.compiler.cache import acquire
 
 @pytest.fixture(autouse=True)
 def one_rank_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hold a lock while a function with cache=True is compiled; who waits for it then finds the code in the cache."""
+    """Hold a lock while a function with cache=True is compiled, which ranks that wait for the lock then load."""
     compile: Callable[..., Any] = Dispatcher.compile
 
     def compile_once(self: Any, signature: Any) -> Any:

@@ -154,7 +154,7 @@ def test_killed_rank_on_the_rails_of_a_long_reduce() -> None:
     [("all_reduce", fourth(RECEIVED_ALL), 6), ("reduce", "hybrid.reduce.after_meeting@4", 11)],
 )
 def test_killed_rank_of_three_large_nodes(op: str, place: str, victim: int) -> None:
-    """As many ranks as meet by nodes without being told to."""
+    """With 18 ranks, which meet by nodes by default."""
     with crew.nothing_left():
         outcomes = crew.run(*die(op, place, SHORT, victim, "large nodes", n=18), deadline=250.0)
     crew.check(outcomes, victim, op)

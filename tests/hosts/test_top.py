@@ -49,7 +49,7 @@ def test_the_ranks_of_all_hosts_are_shown_on_each(
         for host in network:
             while not shows_all(*top(host)):
                 assert [node.code for node in nodes] == [None, None], output_of(nodes)
-        until(lambda: not any(map(readers, network)), nodes)  # as nobody looks any more
+        until(lambda: not any(map(readers, network)), nodes)  # because no `top` runs any longer
         go.touch()
         finish(nodes)
         assert [node.code for node in nodes] == [0, 0], output_of(nodes)
