@@ -19,7 +19,7 @@ from .compiler import shipped
 from .compiler.cache import SOURCES, codes_of_set
 from .compiler.cache_files import Places, writable
 from .compiler.levels import LEVELS, levels_of, target
-from .compiler.machine_code import cpuid
+from .compiler.processor import cpuid
 from .config import cache_folder
 from .errors import ResourceError
 

@@ -1,6 +1,6 @@
 """The supported platforms and versions. Importing this module fails on all others, so `fastcoll` imports it first.
 
-Compiled code relies on the memory layouts of CPython and NumPy, and on the memory model of x86_64: elsewhere it would
+Compiled code relies on the memory layouts of CPython and NumPy, and on what it knows of a processor: elsewhere it would
 give wrong results without an error. kernels/__init__.py checks Numba's version, because it imports Numba in any case:
 reading the version without that import would take 40 ms.
 """
@@ -27,6 +27,8 @@ TESTED = {
 GPU was available."""
 
 
+_PROCESSORS = ("x86_64", "aarch64")
+"""What `uname -m` prints on the processors that the tests have run on: on aarch64 in an emulator (tests/arm.sh)."""
 _FROM_THE_KERNEL = ("/proc/self/stat", "/proc/self/ns/pid", "/proc/sys/kernel/random/boot_id")
 """The files by which fastcoll identifies a process. A /proc mounted with ProcSubset=pid lacks the last one."""
 
@@ -36,10 +38,10 @@ def _check() -> None:
     if why := _why_not():
         raise ImportError(f"fastcoll does not run here: {why}")
     machine = os.uname().machine
-    if machine != "x86_64" and not config.get("FASTCOLL_UNTESTED_PLATFORM"):
+    if machine not in _PROCESSORS and not config.get("FASTCOLL_UNTESTED_PLATFORM"):
         raise ImportError(
-            f"fastcoll was written for x86_64 and never tested on this processor, {machine}, where one core may see "
-            "another's stores in another order; FASTCOLL_UNTESTED_PLATFORM=1 runs it at your own risk"
+            f"fastcoll runs on {' and '.join(_PROCESSORS)}, and was never tested on this processor, {machine}; "
+            "FASTCOLL_UNTESTED_PLATFORM=1 runs it at your own risk"
         )
     import numpy  # only now: in a subinterpreter this import would fail or warn, with a less helpful text than ours
 

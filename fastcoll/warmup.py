@@ -81,10 +81,10 @@ def _for_compiled_callers() -> dict[str, Callable[[], object]]:
     """Return, by name, functions that each compile or load one function that compiled callers (njit, JAX) call."""
     from .kernels.c_entries import c_entry_address
     from .kernels.call_frames import handler_address
-    from .shm.callers import NATIVE_CALLS, native_call
+    from .shm.callers import MESSAGES, native_call
 
     makers: dict[str, Callable[[], object]] = {
-        f"njit.{name}": partial(native_call, op) for op, name in NATIVE_CALLS.items()
+        f"njit.{name}": partial(native_call, op) for op, name in MESSAGES.items()
     }
     return {"njit.c_entry": c_entry_address, "jax.c_entry": handler_address} | makers
 

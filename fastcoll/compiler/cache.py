@@ -34,7 +34,8 @@ from typing import Any, ClassVar
 from ..errors import ResourceError
 from . import cache_files, shipped
 from .cache_files import Places, digest
-from .machine_code import load, processor
+from .machine_code import load
+from .processor import processor
 from .undisturbed import undisturbed
 
 _log = logging.getLogger("fastcoll")
@@ -216,8 +217,8 @@ class KernelCache:
     def _shipped(self) -> bytes | None:
         return shipped.code(self._function, SOURCES) if self._is_ours and SOURCES else None
 
-    def load(self, compile: Callable[[], bytes]) -> int:
-        """Load the code on disk, or the result of `compile`; return the address of the function.
+    def load(self, compile: Callable[[], bytes]) -> list[int]:
+        """Load the code on disk, or the result of `compile`; return the addresses of its functions.
 
         The result is written to disk, once it is loaded: code that cannot be loaded is not kept. Other processes that
         need the same code wait for it.
@@ -235,7 +236,7 @@ class KernelCache:
         lock = acquire(f"{folder}/{self._name}.lock")
         return undisturbed(partial(self._load_under_lock, compile, folder, lock))
 
-    def _load_under_lock(self, compile: Callable[[], bytes], folder: str, lock: int | None) -> int:
+    def _load_under_lock(self, compile: Callable[[], bytes], folder: str, lock: int | None) -> list[int]:
         """Load the code; compile and write it if no other process has.
 
         This process holds the lock, which is released at the end.
@@ -245,9 +246,9 @@ class KernelCache:
             if found is not None:
                 return load(found)
             code = self._compiled(compile, self._hint)
-            address = load(code)
+            addresses = load(code)
             keep(folder, f"{self._name}.code", self._stamp, code, self._is_ours)
-            return address
+            return addresses
         finally:
             if lock is not None:
                 os.close(lock)

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm_binding
 import numba
@@ -103,6 +103,10 @@ class _Complete(_Library):
     """The code of a function and of all functions that it needs, optimised together."""
 
     def _optimize_final_module(self):
+        # LLVM inlines an internal function with one caller, and drops what nothing calls.
+        for function in self._final_module.functions:
+            if not function.is_declaration and not function.name.startswith(SYMBOL):
+                function.linkage = "internal"
         JITCodeLibrary._optimize_final_module(self)
 
     def _finalize_final_module(self):
@@ -152,7 +156,8 @@ _WORDS_ONLY = {**FLAGS, "_nrt": False, "nogil": True}
 
 def linked(function: Callable[..., Any], **flags: bool) -> Linked:
     """Return a function for compiled code to call, with fastcoll's flags and `flags`."""
-    return Linked(function, {**_WORDS_ONLY, **flags})
+    # Without its own value of `forceinline`, a function that is compiled for a caller takes the caller's.
+    return Linked(function, {**_WORDS_ONLY, "forceinline": False, **flags})
 
 
 def instruction(
@@ -220,13 +225,33 @@ def named(text: str) -> Any:
 # ---- entry points for Python and C -----------------------------------------------------------------------
 
 
-def entry(function: Callable[..., Any], locked: bool) -> bytes:
+class Function(NamedTuple):
+    """A function of an object file.
+
+    `emit(builder, call, *values)` adds its instructions: `values` are its arguments, and `call` emits the call of the
+    Python function `body`.
+
+    Attributes:
+        signature: the types with which `body` is compiled.
+        kind: LLVM's type of the function.
+    """
+
+    body: Callable[..., Any]
+    signature: Any
+    kind: ir.FunctionType
+    emit: Callable[..., None]
+
+
+def entry(
+    function: Callable[..., Any], locked: bool, twins: Sequence[tuple[Callable[..., Any], str]] = ()
+) -> bytes:
     """Return the object file of an entry.
 
-    It has the function `PyObject *(PyObject *self, PyObject *const *args, Py_ssize_t count)`.
+    It has the function `PyObject *(PyObject *self, PyObject *const *args, Py_ssize_t count)`, and then the twins.
 
     Args:
         locked: whether the function runs with the GIL held.
+        twins: C functions, with their signatures.
     """
     parameters = [parameter.annotation for parameter in inspect.signature(function).parameters.values()]
     data = llvm.BYTE.as_pointer()
@@ -256,9 +281,9 @@ def entry(function: Callable[..., Any], locked: bool) -> bytes:
         builder.ret(builder.call(python("PyLong_FromLongLong", data, WORD), [result]))
 
     signature = types.int64(*map(_PARAMETERS.__getitem__, parameters))
-    return link_complete(
-        function, signature, ir.FunctionType(data, [data, data.as_pointer(), WORD]), emit
-    ).machine_code()
+    for_python = Function(function, signature, ir.FunctionType(data, [data, data.as_pointer(), WORD]), emit)
+    for_c = [_for_c(twin, named(words)) for twin, words in twins]
+    return link_complete(for_python, *for_c).machine_code()
 
 
 def c_function(function: Callable[..., Any], signature: str) -> bytes:
@@ -268,6 +293,10 @@ def c_function(function: Callable[..., Any], signature: str) -> bytes:
 
 def complete_c_function(function: Callable[..., Any], signature: Any) -> _Complete:
     """Return the library of a function for C."""
+    return link_complete(_for_c(function, signature))
+
+
+def _for_c(function: Callable[..., Any], signature: Any) -> Function:
     kind = cpu_target.target_context.get_value_type
     nothing = signature.return_type == types.void
     returns = llvm.VOID if nothing else kind(signature.return_type)
@@ -276,37 +305,37 @@ def complete_c_function(function: Callable[..., Any], signature: Any) -> _Comple
         _, result = call(values)
         builder.ret_void() if nothing else builder.ret(result)
 
-    return link_complete(function, signature, ir.FunctionType(returns, list(map(kind, signature.args))), emit)
+    return Function(function, signature, ir.FunctionType(returns, list(map(kind, signature.args))), emit)
 
 
 @global_compiler_lock
-def link_complete(
-    function: Callable[..., Any], signature: Any, kind: ir.FunctionType, emit: Callable[..., None]
-) -> _Complete:
-    """Compile a function and a caller for it, which has LLVM's type `kind`.
-
-    `emit(builder, call, *values)` adds the caller's instructions: `values` are the caller's arguments, and `call` emits
-    the call of the function.
-    """
-    part = linked(function, forceinline=True)
+def link_complete(*functions: Function) -> _Complete:
+    """Compile functions, and all that they call, into one library."""
+    name, context = functions[0].body.__name__, cpu_target.target_context
     with no_collection():
-        part.compile(signature)
-        compiled = part.overloads[signature.args]
-        context, what = compiled.target_context, compiled.fndesc
-        library = _Complete(context.codegen(), function.__name__)
-        module = library.create_ir_module(function.__name__)
-        caller = ir.Function(module, kind, SYMBOL)
-        builder = ir.IRBuilder(caller.append_basic_block())
-        callee = context.declare_function(module, what)
-
-        def call(values: Sequence[Any]) -> tuple[Any, Any]:
-            return context.call_conv.call_function(builder, callee, what.restype, what.argtypes, values)
-
-        emit(builder, call, *caller.args)
-        library.add_linking_library(compiled.library)
+        library = _Complete(context.codegen(), name)
+        module = library.create_ir_module(name)
+        for number, function in enumerate(functions):
+            _add_function(library, module, f"{SYMBOL}{number}", function)
         library.add_ir_module(module)
         library.finalize()
     return library
+
+
+def _add_function(library: _Complete, module: ir.Module, symbol: str, function: Function) -> None:
+    part = linked(function.body, forceinline=True)
+    part.compile(function.signature)
+    compiled = part.overloads[function.signature.args]
+    context, what = compiled.target_context, compiled.fndesc
+    made = ir.Function(module, function.kind, symbol)
+    builder = ir.IRBuilder(made.append_basic_block())
+    callee = context.declare_function(module, what)
+
+    def call(values: Sequence[Any]) -> tuple[Any, Any]:
+        return context.call_conv.call_function(builder, callee, what.restype, what.argtypes, values)
+
+    function.emit(builder, call, *made.args)
+    library.add_linking_library(compiled.library)
 
 
 @contextmanager

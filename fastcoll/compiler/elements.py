@@ -22,17 +22,16 @@ that do this are cheaper than keeping the order. Rounding to bfloat16 restores t
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import config
 from numba.extending import models, register_model
+
+from .processor import converts_float16
 
 # ---- values of several lanes: an LLVM vector or, for one lane, a scalar ----------------------------------
 
@@ -74,17 +73,6 @@ def shuffled(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Iterable[in
 # ---- halves as bits --------------------------------------------------------------------------------------
 
 _U16, _U32, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
-
-
-def converts_in_hardware() -> bool:
-    """Return whether code for Numba's target processor may use float16 instructions."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return platform.machine() in ("aarch64", "arm64")
-    if config.CPU_FEATURES is not None:
-        return "+f16c" in config.CPU_FEATURES.split(",")
-    if config.CPU_NAME not in (None, "host"):
-        return False
-    return bool(llvm.get_host_cpu_features().get("f16c", False))
 
 
 def _floats(builder: ir.IRBuilder, bits: ir.Value) -> Any:
@@ -181,7 +169,7 @@ def _rounding_up(builder: ir.IRBuilder, bits: ir.Value, dropped: int) -> Any:
 
 
 CONVERSIONS = {"float16": (widen_float16, round_float16), "bfloat16": (widen_bfloat16, round_bfloat16)}
-if converts_in_hardware():
+if converts_float16():
     CONVERSIONS["float16"] = widen_float16_in_hardware, round_float16_in_hardware
 
 WIDTHS = {"float16": 16, "bfloat16": 32}

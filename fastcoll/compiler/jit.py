@@ -145,10 +145,12 @@ class Entry:
     Attributes:
         call: the function, a builtin with CPython's fastest calling convention.
         name: the function's name.
+        twins: C functions that are compiled with the entry (`twin`).
     """
 
     def __init__(self, function: Callable[..., Any], locked: bool = False) -> None:
         self._locked = locked
+        self.twins: list[Twin] = []
         self.name = function.__name__
         self.call: Callable[..., int] = self._first_call
         self.__doc__ = function.__doc__
@@ -158,7 +160,10 @@ class Entry:
         """Compile the function, or load it from disk, unless that has been done."""
         with _compiling:
             if self.call == self._first_call:
-                self.call = python_function(self.cache().load(self._compile), self.name, self.__doc__ or "")
+                address, *others = self.cache().load(self._compile)
+                for twin, other in zip(self.twins, others, strict=True):
+                    twin.loaded = other
+                self.call = python_function(address, self.name, self.__doc__ or "")
 
     def cache(self) -> KernelCache:
         """Return the cache file of this entry's code."""
@@ -169,11 +174,42 @@ class Entry:
     def _compile(self) -> bytes:
         from . import compiling
 
-        return compiling.entry(self._function, self._locked)
+        twins = [(twin.function, twin.signature) for twin in self.twins]
+        return compiling.entry(self._function, self._locked, twins)
+
+    def twin(self, signature: str) -> Callable[[Callable[..., Any]], Twin]:
+        """Declare a C function that runs the same kernels as the entry, in the same module as the entry.
+
+        One object file has both, so the kernels are compiled once.
+
+        Args:
+            signature: the C function's signature, with Numba's names of types.
+        """
+
+        def declare(function: Callable[..., Any]) -> Twin:
+            self.twins.append(Twin(self, function, signature))
+            return self.twins[-1]
+
+        return declare
 
     def _first_call(self, *args: Any) -> int:
         self.compile()
         return self.call(*args)
+
+
+class Twin:
+    """A C function that is compiled with an entry."""
+
+    loaded = 0
+
+    def __init__(self, entry: Entry, function: Callable[..., Any], signature: str) -> None:
+        self._entry, self.function, self.signature = entry, function, signature
+
+    @property
+    def address(self) -> int:
+        """The function's address, valid until the process ends; compiles or loads the entry at first use."""
+        self._entry.compile()
+        return self.loaded
 
 
 def entry(function: Callable[..., Any]) -> Entry:
@@ -213,4 +249,5 @@ def c_function(
         return compiling.c_function(function, signature)
 
     with _compiling:
-        return KernelCache(function, what, variant, option).load(compile)
+        (address,) = KernelCache(function, what, variant, option).load(compile)
+        return address

@@ -1,37 +1,32 @@
-"""Load machine code, an object file of one function, into memory; on x86-64 without LLVM.
+"""Load machine code, an object file of one or more functions, into memory; on x86-64 without LLVM.
 
 compiling.py lets LLVM write the file. It is an ELF file of position-independent code for the small code model, so its
 sections are put into one mapping, one after the other. Functions of CPython and libc may be further away than a call
 instruction reaches. So the mapping has for each symbol a *slot*, which holds the symbol's address, and a *stub*, which
 jumps to that address. The loader knows the relocations that LLVM writes for such code, and rejects all others. The
 process that compiles notices a rejection at once, because it loads the new code from the same bytes. llvmlite's linker
-supports all processors, but importing llvmlite takes 30 ms, so it is used only on processors other than x86-64. Code
-stays mapped until the process ends, because threads may be running it until then.
+supports all processors, but importing llvmlite takes 30 ms, so it is used only on processors other than x86-64.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
-import os
 import struct
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
 from ..errors import UnavailableError
-from .levels import OSXSAVE, Cpuid
+from .executable import fill, reserve
+from .processor import IS_X86
 
 SYMBOL = "fastcoll.code"
-"""The name, in the object file, of the function whose address `load` returns."""
+"""The names of an object file's functions are this and their number: fastcoll.code0, fastcoll.code1, ..."""
 
 OWN_SYMBOLS: dict[str, int] = {}
 """Addresses of this package's objects, by the names under which code refers to them."""
 
-_process = ctypes.CDLL(None, use_errno=True)
-_process.mmap.restype = ctypes.c_void_p
-_process.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_process.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_process = ctypes.CDLL(None)
 
 # ELF section types and flags (System V ABI).
 _PROGBITS, _SYMTAB, _RELA = 1, 2, 4
@@ -93,6 +88,11 @@ class _Object:
         # unwinder stops at this code.
         return name.startswith(".data.rel.ro") or (not section.flags & _WRITE and name != ".eh_frame")
 
+    def functions(self) -> list[_Symbol]:
+        """Return the symbols of the file's functions, in their order."""
+        found = (symbol for symbol in self.symbols if symbol.name.startswith(SYMBOL))
+        return sorted(found, key=lambda symbol: int(symbol.name.removeprefix(SYMBOL)))
+
     def _text(self, at: int) -> str:
         return self.file[at : self.file.index(b"\0", at)].decode()
 
@@ -107,13 +107,13 @@ class _Object:
                     yield position, info & 0xFFFFFFFF, self.symbols[number], number, addend
 
 
-def load(file: bytes) -> int:
-    """Map the code of an object file; return the address of its function."""
-    return _link(_Object(file)) if os.uname().machine == "x86_64" else load_by_llvm(file)
+def load(file: bytes) -> list[int]:
+    """Map the code of an object file; return the addresses of its functions."""
+    return _link(_Object(file)) if IS_X86 else load_by_llvm(file)
 
 
-def load_by_llvm(file: bytes) -> int:
-    """Map the code of an object file with LLVM's linker; return the address of its function."""
+def load_by_llvm(file: bytes) -> list[int]:
+    """Map the code of an object file with LLVM's linker; return the addresses of its functions."""
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
@@ -125,16 +125,15 @@ def load_by_llvm(file: bytes) -> int:
     engine.add_object_file(llvm.ObjectFileRef.from_data(file))
     engine.finalize_object()
     _engines.append(engine)
-    address: int = engine.get_function_address(SYMBOL)
-    return address
+    return [engine.get_function_address(symbol.name) for symbol in _Object(file).functions()]
 
 
 _engines: list[Any] = []  # their code stays mapped
 
 
-def _link(found: _Object) -> int:
+def _link(found: _Object) -> list[int]:
     image = bytearray(found.size)
-    base = _reserve(found.size)
+    base = reserve(found.size)
     for number, position in found.offsets.items():
         section = found.sections[number]
         image[position : position + section.size] = found.file[section.offset : section.offset + section.size]
@@ -155,9 +154,8 @@ def _link(found: _Object) -> int:
             raise UnavailableError(f"unsupported machine code: relocation {kind}")
         call_target = base + slot + 8 if symbol.section == 0 else target
         relocate(image, position, _Addresses(base + position, target, call_target, base + slot), addend)
-    (entry,) = (symbol for symbol in found.symbols if symbol.name == SYMBOL)
-    _fill(base, bytes(image))
-    return address_of(entry)
+    fill(base, bytes(image))
+    return [address_of(symbol) for symbol in found.functions()]
 
 
 class _Addresses(NamedTuple):
@@ -204,24 +202,6 @@ def _symbol_address(name: str) -> int:
     return address
 
 
-def _reserve(size: int) -> int:
-    address: int = _process.mmap(
-        None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
-    )
-    if address == ctypes.c_void_p(-1).value:
-        raise UnavailableError(f"no memory for {size} bytes of code: errno {ctypes.get_errno()}")
-    return address
-
-
-def _fill(address: int, image: bytes) -> None:
-    """Write code to its address, and make the memory executable and read-only."""
-    ctypes.memmove(address, image, len(image))
-    if _process.mprotect(address, len(image), mmap.PROT_READ | mmap.PROT_EXEC):
-        raise UnavailableError(
-            f"this system lets no program make code (mprotect: errno {ctypes.get_errno()})"
-        )
-
-
 # ---- builtins of Python ----------------------------------------------------------------------------------
 
 _METH_FASTCALL = 0x80
@@ -249,67 +229,3 @@ def python_function(address: int, name: str, doc: str) -> Callable[..., Any]:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(method))  # never freed, like the code
     made: Callable[..., Any] = _new(ctypes.addressof(method), None, None)
     return made
-
-
-# ---- the processor ---------------------------------------------------------------------------------------
-
-# void cpuid(uint32 leaf, uint32 subleaf, uint32 *registers)
-_CPUID = bytes.fromhex("53 4989d0 89f8 89f1 0fa2 418900 41895804 41894808 4189500c 5b c3")
-
-# uint64 xgetbv(void): XCR0, the registers that the operating system saves
-_XGETBV = bytes.fromhex("31c9 0f01d0 48c1e220 4809d0 c3")
-
-# The leaves that LLVM reads for the processor's name and features. Register 1 of leaf 1 has the number of the core that
-# executes cpuid, so `processor` clears it. Leaf 13 reports which registers the operating system saves.
-_LEAVES = [(0, 0), (1, 0), (7, 0), (7, 1), (13, 0), (13, 1), (20, 0), (25, 0), (30, 1), (36, 0)]
-_LEAVES += [(1 << 31, 0), ((1 << 31) + 1, 0), ((1 << 31) + 8, 0)]
-
-
-@cache
-def processor() -> bytes:
-    """Return the data from which LLVM derives this processor's name and features.
-
-    They are the results of cpuid or, on processors other than x86-64, lines of /proc/cpuinfo.
-    """
-    if os.uname().machine != "x86_64":
-        with open("/proc/cpuinfo", "rb") as file:
-            lines = set(file.read().splitlines())
-        return b"".join(sorted(line for line in lines if line.startswith((b"CPU ", b"Features"))))
-    answers = []
-    most = {0: 0, 1 << 31: 1 << 31}  # last leaf of each range; beyond it cpuid returns another leaf's values
-    for leaf, sub in _LEAVES:
-        first = leaf & 1 << 31
-        if leaf <= most[first]:
-            registers = _registers(leaf, sub)
-            if leaf == first:
-                most[first] = registers[0]
-            if leaf == 1:
-                registers[1] = 0
-            answers.append(bytes(registers))
-    return b"".join(answers)
-
-
-def cpuid() -> Cpuid:
-    """Return the registers that determine this processor's level; zeros on processors other than x86-64."""
-    if os.uname().machine != "x86_64":
-        return Cpuid(0, 0, 0, 0)
-    highest, leaf1 = _registers(0)[0], _registers(1)[2]
-    leaf7 = _registers(7)[1] if highest >= 7 else 0
-    saved = ctypes.CFUNCTYPE(ctypes.c_uint64)(_mapped(_XGETBV))() if leaf1 & OSXSAVE else 0
-    return Cpuid(leaf1, leaf7, _registers((1 << 31) + 1)[2], saved)
-
-
-def _registers(leaf: int, sub: int = 0) -> Any:
-    """Return eax, ebx, ecx and edx after cpuid."""
-    ask = ctypes.CFUNCTYPE(None, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p)(_mapped(_CPUID))
-    registers = (ctypes.c_uint32 * 4)()
-    ask(leaf, sub, registers)
-    return registers
-
-
-@cache
-def _mapped(code: bytes) -> int:
-    """Return the address of code, which stays mapped."""
-    address = _reserve(len(code))
-    _fill(address, code)
-    return address

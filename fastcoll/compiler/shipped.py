@@ -27,7 +27,7 @@ from functools import cache
 from . import cache_files
 from .cache_files import digest
 from .levels import levels_of
-from .machine_code import cpuid
+from .processor import cpuid
 
 _log = logging.getLogger("fastcoll")
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))

@@ -44,6 +44,7 @@ CONTEXT, MAILBOX, RANK, SIZE, RANKS, NUMBER, C_ENTRY, ASK, TORN, ERRORS, AGAIN, 
 # Numbers of operations in addition to those of core/signature.py.
 REDUCE_SCATTER_SPLIT, SPLIT, SEND, RECV, POST_SEND, POST_RECV, WAIT, TEST, WAIT_ANY = range(28, 37)
 DESCRIPTOR_WORDS = NATIVE_CALLS + WAIT_ANY + 1
+NATIVE_CALL = "int64(int64, int64, int64, int64, int64, int64)"
 RAISED = -1  # result of the entry point after an exception, which is kept in ERRORS
 
 # The words of a request to Python: the entry point's seven arguments, and the status so far.

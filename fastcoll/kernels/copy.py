@@ -10,7 +10,8 @@ from __future__ import annotations
 from ..compiler import llvm
 from ..compiler.jit import external, inlined, instruction, kernel
 from ..compiler.llvm import pointer
-from .primitives import IS_X86, half_word_at, store_word
+from ..compiler.processor import emit_fence_of_streams
+from .primitives import half_word_at, store_word
 
 LINE = 64
 
@@ -65,11 +66,8 @@ def _stream_line(builder, dst, src):
 
 @instruction("void")
 def _order_streamed(builder):
-    """Order non-temporal stores before later stores; on x86 a release store does not."""
-    if IS_X86:
-        builder.call(llvm.function(builder, "llvm.x86.sse.sfence", llvm.VOID), [])
-    else:
-        builder.fence("release")
+    """Order non-temporal stores before later stores."""
+    emit_fence_of_streams(builder)
 
 
 @kernel

@@ -11,13 +11,13 @@ this is for waits that take longer than one.
 from __future__ import annotations
 
 from ..compiler.jit import external, inlined, kernel
+from ..compiler.processor import FUTEX
 from .copy import copy
 from .headers import NUMBER
-from .primitives import IS_X86, load_acquire, load_word, pause, store_release, store_word
+from .primitives import load_acquire, load_word, pause, store_release, store_word
 from .waiting import BUDGET, NAP, SPINS, YIELDS, yield_core
 
 _syscall = external("syscall", "int64(int64, int64, int64, int64, int64, int64, int64)")
-_FUTEX = 202 if IS_X86 else 98
 _WAIT, _WAKE = 0, 1
 _ALL = 1 << 30  # sleepers
 
@@ -27,7 +27,7 @@ def post(line, header, nbytes):
     """Publish a header of `nbytes` in a line, and wake the threads that sleep until then."""
     copy(line + 8, header + 8, nbytes - 8)
     store_release(line, load_word(header, NUMBER))
-    _syscall(_FUTEX, line, _WAKE, _ALL, 0, 0, 0)
+    _syscall(FUTEX, line, _WAKE, _ALL, 0, 0, 0)
 
 
 @inlined
@@ -59,5 +59,5 @@ def sleep_until(backoff, line, number):
         store_word(backoff, NAP, 0)
         store_word(backoff, NAP + 1, load_word(backoff, BUDGET))
         # If the number, of which the kernel compares the low 32 bits, has changed since, this returns at once.
-        _syscall(_FUTEX, line, _WAIT, seen & 0xFFFFFFFF, backoff + 8 * NAP, 0, 0)
+        _syscall(FUTEX, line, _WAIT, seen & 0xFFFFFFFF, backoff + 8 * NAP, 0, 0)
     return load_acquire(line) >= number

@@ -18,11 +18,9 @@ plain moves. They do not order everything:
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 
-from ..compiler import llvm
+from ..compiler import llvm, processor
 from ..compiler.jit import external, inlined, instruction
 from ..compiler.llvm import pointer
 from ..core import signature
@@ -126,35 +124,20 @@ def this_thread():
 
 # ---- the processor, and calls by address ------------------------------------------------------------------
 
-IS_X86 = os.uname().machine == "x86_64"
-
 
 @instruction("void")
 def pause(builder):
-    """Wait some 10 ns in a spin loop: x86 `pause`, Arm `isb`, because most Arm cores do nothing for `yield`."""
-    if IS_X86:
-        builder.call(llvm.function(builder, "llvm.x86.sse2.pause", llvm.VOID), [])
-    else:
-        barrier = llvm.function(builder, "llvm.aarch64.isb", llvm.VOID, llvm.HALF_WORD)
-        builder.call(barrier, [llvm.HALF_WORD(15)])
+    """Wait some 10 ns in a spin loop."""
+    processor.emit_pause(builder)
 
 
 @instruction("int64")
 def ticks(builder):
     """Return the processor's clock in an unknown unit, at most some nanoseconds; takes about 10 ns.
 
-    Only for comparing durations on one machine. On Arm this is the virtual counter, converted to nanoseconds; it counts
-    at 24 MHz to 1 GHz. Programs may not read Arm's cycle counter, which LLVM's `readcyclecounter` reads.
+    Only for comparing durations on one machine.
     """
-    if IS_X86:
-        return builder.call(llvm.function(builder, "llvm.readcyclecounter", llvm.WORD), [])
-    name = "llvm.read_volatile_register.i64"  # no inline assembly, for which Numba sets up no parser
-    read = llvm.function(builder, name, llvm.WORD, llvm.ir.MetaDataType())
-    count, a_second = (
-        builder.call(read, [builder.module.add_metadata([register])])
-        for register in ("CNTVCT_EL0", "CNTFRQ_EL0")
-    )
-    return builder.mul(count, builder.udiv(llvm.WORD(1_000_000_000), a_second))
+    return processor.emit_ticks(builder)
 
 
 @instruction("void")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from functools import partial
 
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 from together import together
 
-from fastcoll.compiler.jit import entry
+from fastcoll.compiler import compiling
+from fastcoll.compiler.cache import KernelCache
+from fastcoll.compiler.jit import entry, kernel
 from fastcoll.kernels import pyobjects
 from fastcoll.kernels.primitives import (
     address_of,
@@ -96,3 +99,39 @@ def test_of_many_threads_one_swaps_the_word():
 
 def test_this_thread_returns_pythons_thread_id():
     assert thread.call() == threading.get_ident()
+
+
+@kernel
+def doubled(x):
+    return 2 * x
+
+
+@entry
+def twice(x: Index) -> int:
+    return doubled(integer(x))
+
+
+@twice.twin("int64(int64)")
+def twice_for_c(x):
+    return doubled(x)
+
+
+@twice.twin("int64(int64, int64)")
+def twice_the_sum_for_c(x, y):
+    return doubled(x + y)
+
+
+def test_twins_are_compiled_with_their_entry():
+    assert twice.call(4) == 8
+    before = KernelCache.compiled
+    assert ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(twice_for_c.address)(4) == 8
+    assert ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 2)(twice_the_sum_for_c.address)(4, 1) == 10
+    assert KernelCache.compiled == before
+
+
+def test_llvm_decides_whether_kernels_are_inlined():
+    def plain(x: Index) -> int:
+        return doubled(integer(x))
+
+    compiling.entry(plain, False)
+    assert [overload.fndesc.inline for overload in doubled.made.overloads.values()] == [False]

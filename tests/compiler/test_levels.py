@@ -7,7 +7,7 @@ import platform
 import pytest
 
 from fastcoll.compiler.levels import LEVELS, Cpuid, levels_of, target
-from fastcoll.compiler.machine_code import cpuid
+from fastcoll.compiler.processor import cpuid
 
 EVERYTHING = Cpuid(*[(1 << 32) - 1] * 4)
 NAMES = [level.name for level in LEVELS]

@@ -10,6 +10,7 @@ from programs import python
 
 from fastcoll.compiler import compiling, machine_code
 from fastcoll.compiler.jit import external, kernel
+from fastcoll.compiler.processor import processor
 from fastcoll.errors import UnavailableError
 
 _labs = external("labs", "int64(int64)")
@@ -33,7 +34,7 @@ def missing(a):
 @pytest.mark.parametrize("load", [machine_code.load, machine_code.load_by_llvm])
 def test_calls_and_constants_are_found(load):
     code = compiling.c_function(distance, "int64(int64, int64)")
-    function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 2)(load(code))
+    function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 2)(*load(code))
     for a in range(10):
         for b in range(10):
             assert function(a, b) == abs(a - b) + TABLE[a % 7] * TABLE[b % 7]
@@ -52,7 +53,7 @@ def test_relocations_of_another_kind_are_refused(monkeypatch):
 
 
 def test_code_is_not_writable():
-    address = machine_code.load(compiling.c_function(distance, "int64(int64, int64)"))
+    (address,) = machine_code.load(compiling.c_function(distance, "int64(int64, int64)"))
     with open("/proc/self/maps") as maps:
         for line in maps:
             start, end = (int(word, 16) for word in line.split()[0].split("-"))
@@ -64,14 +65,14 @@ def test_code_is_not_writable():
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="this processor has no cpuid")
 def test_a_processor_is_the_same_on_each_core_and_in_each_process():
-    code = "from fastcoll.compiler.machine_code import processor; print(processor().hex())"
+    code = "from fastcoll.compiler.processor import processor; print(processor().hex())"
     cores = sorted(os.sched_getaffinity(0))
     answers = set()
     for core in (cores[0], cores[-1]):
         done = python("-c", f"import os; os.sched_setaffinity(0, [{core}]); {code}", check=True)
         answers.add(done.stdout.strip())
-    assert answers == {machine_code.processor().hex()}
-    words = machine_code.processor()
+    assert answers == {processor().hex()}
+    words = processor()
     name = words[4:8] + words[12:16] + words[8:12]  # ebx, edx, ecx of leaf 0
     with open("/proc/cpuinfo") as file:
         assert f"vendor_id\t: {name.decode()}\n" in file

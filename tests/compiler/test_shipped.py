@@ -14,7 +14,7 @@ from programs import at_once, python
 
 from fastcoll.compiler import cache, cache_files, jit, shipped
 from fastcoll.compiler.levels import LEVELS, levels_of
-from fastcoll.compiler.machine_code import cpuid
+from fastcoll.compiler.processor import cpuid
 from fastcoll.kernels.pyobjects import Index, integer
 
 PACKAGE = Path(jit.__file__).parent.parent

@@ -1,4 +1,4 @@
-"""The instructions of kernels/primitives.py on 64-bit Arm, for which LLVM generates code on any machine."""
+"""The instructions of kernels/primitives.py and copy.py on 64-bit Arm, for which LLVM generates code on any machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import llvmlite.binding as binding
 import pytest
 from llvmlite import ir
 
+from fastcoll.compiler import processor
 from fastcoll.kernels import copy, primitives
 
 WORD = ir.IntType(64)
@@ -37,8 +38,7 @@ def compiled(part: Any, count: int, features: str = "+lse") -> list[str]:
 
 @pytest.fixture(autouse=True)
 def on_arm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (primitives, copy):
-        monkeypatch.setattr(module, "IS_X86", False)
+    monkeypatch.setattr(processor, "IS_X86", False)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 
+import llvmlite.binding
 import ml_dtypes
 import numpy as np
 import pytest
 from llvmlite import ir
 from numba import njit, types
+from numba.core import config
 from numba.extending import intrinsic
 
-from fastcoll.compiler import elements
+from fastcoll.compiler import elements, processor
 from fastcoll.compiler.elements import shaped
 
 FLOAT16 = np.dtype("float16")
@@ -25,7 +27,7 @@ CONVERSIONS = [
         elements.widen_float16_in_hardware,
         elements.round_float16_in_hardware,
         id="float16-hardware",
-        marks=pytest.mark.skipif(not elements.converts_in_hardware(), reason="this processor has no F16C"),
+        marks=pytest.mark.skipif(not processor.converts_float16(), reason="this processor has no F16C"),
     ),
 ]
 
@@ -129,8 +131,9 @@ def test_rounding_around_every_tie(dtype, widen, round_, width):
     ],
 )
 def test_hardware_is_used_where_compiled_code_may(monkeypatch, machine, name, features, host, answer):
-    monkeypatch.setattr(elements.platform, "machine", lambda: machine)
-    monkeypatch.setattr(elements.config, "CPU_NAME", name)
-    monkeypatch.setattr(elements.config, "CPU_FEATURES", features)
-    monkeypatch.setattr(elements.llvm, "get_host_cpu_features", lambda: host)
-    assert elements.converts_in_hardware() is answer
+    monkeypatch.setattr(processor, "MACHINE", machine)
+    monkeypatch.setattr(processor, "IS_X86", machine == "x86_64")
+    monkeypatch.setattr(config, "CPU_NAME", name)
+    monkeypatch.setattr(config, "CPU_FEATURES", features)
+    monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", lambda: host)
+    assert processor.converts_float16() is answer
