@@ -114,7 +114,9 @@ class Engine:
         self._refuse_nesting("recv")
         if tag < 0 or status is not None:
             return int(
-                self._finish_blocking(Receive().of(self.progress, x.array, src, tag).into(x, status), LATER)
+                self._finish_blocking(
+                    Receive().of(self.progress, x.array, src, tag, src).into(x, status), LATER
+                )
             )
         code = LATER
         try:
@@ -137,7 +139,7 @@ class Engine:
 
     def irecv(self, x: ImportedArray, src: int | None, tag: int, status: Status | None = None) -> Work:
         """Post a receive; the Work's result is the sender. `status`: as for `recv`."""
-        return self._post(Receive().of(self.progress, x.array, src, tag).into(x, status))
+        return self._post(Receive().of(self.progress, x.array, src, tag, src).into(x, status))
 
     def probe(self, src: int | None, tag: int) -> Status:
         """Wait until there is a message from `src`, or from any rank, that no receive has taken; a receive can take it.
@@ -174,7 +176,8 @@ class Engine:
 
         `status` is what the short cut has returned.
         """
-        return int(self._finish_blocking(Receive().of(self.progress, array, src, tag).into(imported), status))
+        receive = Receive().of(self.progress, array, src, tag, src).into(imported)
+        return int(self._finish_blocking(receive, status))
 
     def _hand_over(self, transfer: Transfer, pipe: Pipe) -> None:
         """Give the incomplete message of a short cut to the Exchange, and release the pipe.
@@ -290,7 +293,8 @@ class Engine:
                 continue
             kind = Send if posted.sends else Receive
             peer = self.progress.events.rank_of(pipe, posted.peer)
-            transfer = kind().of(self.progress, posted.array, peer, tag_of(posted.kind))
+            result = None if posted.sends else peer
+            transfer = kind().of(self.progress, posted.array, peer, tag_of(posted.kind), result)
             transfer.posted = time.monotonic()
             transfer.be_of(posted.kind)
             self._exchange.take_over(transfer, posted)

@@ -44,6 +44,7 @@ class Progress:
         inbox: posted operations that have not begun, in their order.
         drives: counts how often a thread has begun to drive.
         requests: the pipe that has the requests of Python, if any.
+        request_waits, request_table: that pipe's `waits` and `address`, which each wait of a request uses.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class Progress:
         self.drives = 0
         self._routes, self._take_over = routes, take_over
         self._pipes = self.lock.pipes
-        self.requests: RequestPipe = next((pipe for pipe in self._pipes if pipe.attends), self._pipes[0])
+        requests = next((pipe for pipe in self._pipes if pipe.attends), self._pipes[0])
+        self.requests: RequestPipe = requests
+        self.request_waits, self.request_table = requests.waits, requests.address
         self._polled = False  # whether a thread has called `poll` while another thread drove
         self._given_up: BaseException | None = None  # set if a signal handler closes the group in a call
         self._shortage: ResourceError | None = None  # set if memory for reaching a peer was missing

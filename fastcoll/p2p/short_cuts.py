@@ -123,7 +123,7 @@ def short_cuts(
     def irecv(tensor: Any, src: int | None = None, tag: int = 0, status: Status | None = None) -> Work:
         if src is not None and status is None:
             try:
-                receive = Receive().of(progress, tensor, src, tag)
+                receive = Receive().of(progress, tensor, src, tag, src)
                 if (number := post_receive.call(address, src, tensor, tag, -1, receive)) >= 0:
                     receive.request = number
                     return receive

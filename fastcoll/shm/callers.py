@@ -4,7 +4,8 @@ A native call is a C function. It takes the context, the group's state for compi
 (the reducer and more) in a table of the context, the memo, by the call word that the caller passes; `open` has added
 the spec. Then it runs the same code as the entry of its operation, that is, the function that Python calls. So
 failpoints, the record, the tuner, and symmetric and shared arrays work as in the entry. If a native call returns early,
-Python calls it again, in the same way as an entry, because `_NativeCall` has an entry's interface. A native call is
+Python calls it again, in the same way as an entry, because `_NativeCall` has an entry's interface. The native calls of
+collectives are compiled with the entries, as their twins (reductions.py, movement.py); a native call of messages is
 compiled or loaded when its operation is first used.
 """
 
@@ -17,14 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from ..compiler.jit import NJIT, c_function, inlined
+from ..compiler.jit import NJIT, c_function
 from ..core import signature
 from ..core.backend import NativeCalls
 from ..core.operands import Array
 from ..core.operations import OPERATIONS
 from ..core.reduce_op import ReduceOp
-from ..core.status import DONE, LATER
+from ..core.status import DONE
 from ..kernels.c_entries import (
+    NATIVE_CALL,
     POST_RECV,
     POST_SEND,
     RECV,
@@ -35,18 +37,14 @@ from ..kernels.c_entries import (
     WAIT,
     WAIT_ANY,
 )
-from ..kernels.primitives import load_word
 from ..p2p import handles
 from ..p2p.engine import Engine
 from ..p2p.pipe import ANY
 from ..p2p.transfers import Transfer, tag_of
-from . import context_layout as at
+from . import movement as move
 from . import reductions as red
 from . import rings
-from . import rounds as r
-from . import validate as v
 from .calls import Calls
-from .movement import run_broadcast, run_exchange
 from .pipe import RingPipe
 from .requests import (
     BESIDE,
@@ -60,183 +58,32 @@ from .requests import (
     wait_call,
 )
 
-_ALL_REDUCE = signature.code_of("all_reduce")
-_REDUCE = signature.code_of("reduce")
-_SCAN = signature.code_of("scan")
-_EXSCAN = signature.code_of("exscan")
-_REDUCE_SCATTER = signature.code_of("reduce_scatter")
-_BROADCAST = signature.code_of("broadcast")
-_ALL_GATHER = signature.code_of("all_gather")
-_GATHER = signature.code_of("gather")
-_SCATTER = signature.code_of("scatter")
-_ALL_TO_ALL = signature.code_of("all_to_all")
-
-
-@inlined
-def _begin(h, operation, call, root):
-    """Take the context and find the call's spec; return both, or 0 and 0.
-
-    If it returns 0 and 0, Python must make the call.
-    """
-    c = r.take(h)
-    if c == 0:
-        return 0, 0
-    spec = v.spec_by_call(c, h, operation, call)
-    if spec == 0 or not v.is_rank(c, root):
-        r.give_up(h)
-        return 0, 0
-    return c, spec
-
-
-def barrier_call(h, data, out, nbytes, call, peer):
-    c = r.take(h)
-    return LATER if c == 0 else red.run_barrier(h, c, call)
-
-
-def all_reduce_call(h, data, out, nbytes, call, peer):
-    c, spec = _begin(h, _ALL_REDUCE, call, 0)
-    return LATER if c == 0 else red.run_all_reduce(h, c, data, nbytes, spec)
-
-
-def reduce_call(h, data, out, nbytes, call, peer):
-    c, spec = _begin(h, _REDUCE, call, peer)
-    return LATER if c == 0 else red.run_reduce(h, c, data, data, nbytes, spec, peer)
-
-
-def scan_call(h, data, out, nbytes, call, peer):
-    c, spec = _begin(h, _SCAN, call, 0)
-    return LATER if c == 0 else red.run_scan(h, c, data, data, nbytes, spec, _SCAN)
-
-
-def exscan_call(h, data, out, nbytes, call, peer):
-    c, spec = _begin(h, _EXSCAN, call, 0)
-    return LATER if c == 0 else red.run_scan(h, c, data, data, nbytes, spec, _EXSCAN)
-
-
-def broadcast_call(h, data, out, nbytes, call, peer):
-    c, spec = _begin(h, _BROADCAST, call, peer)
-    return LATER if c == 0 else run_broadcast(h, c, data, nbytes, spec, peer)
-
-
-def reduce_scatter_call(h, data, out, nbytes, call, peer):
-    c, spec = _begin(h, _REDUCE_SCATTER, call, 0)
-    if c == 0:
-        return LATER
-    v.list_equal(c, at.GIVES, data, nbytes)
-    if not v.are_apart(c, h, out, nbytes, at.GIVES, True):
-        return r.give_up(h)
-    return red.run_reduce_scatter(h, c, out, nbytes, spec)
-
-
-@inlined
-def _list_split(c, which, address, sizes):
-    """Enter consecutive blocks of these sizes into the table `which`; return their sum."""
-    nbytes = 0
-    for peer in range(load_word(c, at.SIZE)):
-        v.list_one(c, which, peer, address + nbytes, load_word(sizes, peer))
-        nbytes += load_word(sizes, peer)
-    return nbytes
-
-
-def reduce_scatter_split_call(h, data, out, sizes, call, peer):
-    c, spec = _begin(h, _REDUCE_SCATTER, call, 0)
-    if c == 0:
-        return LATER
-    _list_split(c, at.GIVES, data, sizes)
-    nbytes = load_word(sizes, load_word(c, at.SIZE))
-    if nbytes != load_word(sizes, load_word(c, at.RANK)) or not v.are_apart(
-        c, h, out, nbytes, at.GIVES, True
-    ):
-        return r.give_up(h)
-    return red.run_reduce_scatter(h, c, out, nbytes, spec)
-
-
-def all_gather_call(h, data, out, nbytes, call, peer):
-    c, spec = _begin(h, _ALL_GATHER, call, 0)
-    if c == 0:
-        return LATER
-    v.list_equal(c, at.TAKES, out, nbytes)
-    if not v.are_apart(c, h, data, nbytes, at.TAKES, True):
-        return r.give_up(h)
-    v.list_same(c, at.GIVES, data, nbytes)
-    return run_exchange(h, c, _ALL_GATHER, spec, 0)
-
-
-def gather_call(h, data, out, nbytes, call, peer):
-    c, spec = _begin(h, _GATHER, call, peer)
-    if c == 0:
-        return LATER
-    v.list_none(c, at.GIVES)
-    v.list_none(c, at.TAKES)
-    v.list_one(c, at.GIVES, peer, data, nbytes)
-    if load_word(c, at.RANK) == peer:
-        v.list_equal(c, at.TAKES, out, nbytes)
-        if not v.are_apart(c, h, data, nbytes, at.TAKES, True):
-            return r.give_up(h)
-    return run_exchange(h, c, _GATHER, spec, peer)
-
-
-def scatter_call(h, data, out, nbytes, call, peer):
-    c, spec = _begin(h, _SCATTER, call, peer)
-    if c == 0:
-        return LATER
-    v.list_none(c, at.GIVES)
-    v.list_none(c, at.TAKES)
-    v.list_one(c, at.TAKES, peer, out, nbytes)
-    if load_word(c, at.RANK) == peer:
-        v.list_equal(c, at.GIVES, data, nbytes)
-        if not v.are_apart(c, h, out, nbytes, at.GIVES, True):
-            return r.give_up(h)
-    return run_exchange(h, c, _SCATTER, spec, peer)
-
-
-def all_to_all_call(h, data, out, nbytes, call, peer):
-    c, spec = _begin(h, _ALL_TO_ALL, call, 0)
-    if c == 0:
-        return LATER
-    v.list_equal(c, at.GIVES, data, nbytes)
-    v.list_equal(c, at.TAKES, out, nbytes)
-    if not v.are_apart(c, h, data, nbytes * load_word(c, at.SIZE), at.TAKES, False):
-        return r.give_up(h)
-    return run_exchange(h, c, _ALL_TO_ALL, spec, 0)
-
-
-def all_to_all_split_call(h, data, out, sizes, call, peer):
-    c, spec = _begin(h, _ALL_TO_ALL, call, 0)
-    if c == 0:
-        return LATER
-    rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
-    nbytes = _list_split(c, at.GIVES, data, sizes)
-    _list_split(c, at.TAKES, out, sizes + 8 * size)
-    own_fits = load_word(sizes, rank) == load_word(sizes, size + rank)
-    if not own_fits or not v.are_apart(c, h, data, nbytes, at.TAKES, False):
-        return r.give_up(h)
-    return run_exchange(h, c, _ALL_TO_ALL, spec, 0)
-
-
-_FUNCTIONS: dict[int, Callable[..., Any]] = {
-    signature.code_of("barrier"): barrier_call, _ALL_REDUCE: all_reduce_call, _REDUCE: reduce_call, _SCAN: scan_call,
-    _EXSCAN: exscan_call, _BROADCAST: broadcast_call, _REDUCE_SCATTER: reduce_scatter_call,
-    _ALL_GATHER: all_gather_call, _GATHER: gather_call, _SCATTER: scatter_call, _ALL_TO_ALL: all_to_all_call,
-    REDUCE_SCATTER_SPLIT: reduce_scatter_split_call,
-    SPLIT: all_to_all_split_call, SEND: send_call, RECV: receive_call, POST_SEND: post_send_call,
-    POST_RECV: post_receive_call, WAIT: wait_call, TEST: test_call, WAIT_ANY: wait_any_call,
+_TWINS = {signature.code_of(name): twin for name, twin in {
+    "barrier": red.barrier_call, "all_reduce": red.all_reduce_call, "reduce": red.reduce_call, "scan": red.scan_call,
+    "exscan": red.exscan_call, "reduce_scatter": red.reduce_scatter_call, "broadcast": move.broadcast_call,
+    "all_gather": move.all_gather_call, "gather": move.gather_call, "scatter": move.scatter_call,
+    "all_to_all": move.all_to_all_call,
+}.items()} | {REDUCE_SCATTER_SPLIT: red.reduce_scatter_split_call, SPLIT: move.all_to_all_split_call}  # fmt: skip
+_MESSAGES: dict[int, Callable[..., Any]] = {
+    SEND: send_call, RECV: receive_call, POST_SEND: post_send_call, POST_RECV: post_receive_call, WAIT: wait_call,
+    TEST: test_call, WAIT_ANY: wait_any_call,
 }  # fmt: skip
-_WORDS = ("int64",) * 6
-NATIVE_CALLS = {op: function.__name__.removesuffix("_call") for op, function in _FUNCTIONS.items()}
-"""Names of the native calls, by the numbers of operations in kernels/c_entries.py."""
+MESSAGES = {op: function.__name__.removesuffix("_call") for op, function in _MESSAGES.items()}
+"""Names of the native calls of messages, which no entry has as twins, by the operations' numbers (c_entries.py)."""
 
 
 class _NativeCall:
     """A native call with the part of an entry's interface that `Calls.resume` uses."""
 
     def __init__(self, op: int) -> None:
-        self.name = NATIVE_CALLS[op]
-        signature = f"int64({', '.join(_WORDS)})"
-        self.address = c_function(
-            _FUNCTIONS[op], signature, f"{self.name} for compiled callers", NJIT, failing=True
-        )
-        self.call = ctypes.CFUNCTYPE(*[ctypes.c_int64] * (1 + len(_WORDS)))(self.address)
+        if op in MESSAGES:
+            self.name = MESSAGES[op]
+            what = f"{self.name} for compiled callers"
+            self.address = c_function(_MESSAGES[op], NATIVE_CALL, what, NJIT, failing=True)
+        else:
+            self.name = _TWINS[op].function.__name__.removesuffix("_call")
+            self.address = _TWINS[op].address
+        self.call = ctypes.CFUNCTYPE(*[ctypes.c_int64] * 7)(self.address)
 
 
 _made: dict[int, Any] = {}

@@ -194,7 +194,7 @@ def plan(size: int, bytes_per_rank: int) -> Layout:
     """
     largest = 256 << 10 if size <= 8 else 128 << 10 if size <= 16 else 64 << 10
     slot = min(largest, _power_of_two(bytes_per_rank // 2 // SLOTS))
-    ring = min(1 << 20, _power_of_two(bytes_per_rank * 3 // 8 // max(1, size - 1)))
+    ring = min(2 << 20, _power_of_two(bytes_per_rank * 3 // 8 // max(1, size - 1)))
     if slot < _SMALLEST_SLOT or ring < _SMALLEST_RING:
         need = max(2 * SLOTS * _SMALLEST_SLOT, -(-8 * (size - 1) * _SMALLEST_RING // 3))
         raise ResourceError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from ..compiler.jit import inlined, kernel, locked_entry
 from ..core import signature
 from ..core.status import AGAIN, DONE, LATER, WORKED
+from ..kernels.c_entries import NATIVE_CALL
 from ..kernels.primitives import balance, load_word
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
 from . import context_layout as at
@@ -40,11 +41,18 @@ def broadcast(handle: Index, tensor: PyObject, src: Index) -> int:
     return take_gil(release_gil(), run_broadcast(h, c, data, nbytes, spec, root))
 
 
-@inlined
+@broadcast.twin(NATIVE_CALL)
+def broadcast_call(h, data, out, nbytes, call, peer):
+    c, spec = v.take_call(h, _BROADCAST, call, peer)
+    return LATER if c == 0 else run_broadcast(h, c, data, nbytes, spec, peer)
+
+
+@kernel
 def run_broadcast(h, c, data, nbytes, spec, root):
     """Run a broadcast; the caller has taken the context.
 
-    The functions `run_*` need no GIL. Both the entries and the native calls of compiled callers (callers.py) use them.
+    The functions `run_*` need no GIL. The entries use them, and so do their twins, the native calls of compiled callers
+    (callers.py).
     """
     call = load_word(spec, v.CALL) | root << signature.ROOT_SHIFT
     r.begin(h, _BROADCAST, nbytes, True, single_copy.kind_of(c, data, nbytes))
@@ -56,13 +64,13 @@ def run_broadcast(h, c, data, nbytes, spec, root):
         else:
             v.list_one(c, at.TAKES, root, data, nbytes)
         return single_copy.exchange(c, call, nbytes, 0, 0)
-    return _broadcast(c, data, nbytes, call, root)
+    return _broadcast(c, data, nbytes, call, root, load_word(spec, v.ITEMSIZE))
 
 
 @kernel
-def _broadcast(c, x, nbytes, call, root):
+def _broadcast(c, x, nbytes, call, root, itemsize):
     rank = load_word(c, at.RANK)
-    chunk = load_word(c, at.SLOT)
+    chunk = r.one_way_chunk(c, nbytes, itemsize)
     total = r.rounds_of(nbytes, chunk)
     while True:
         if r.may_write(c, total):
@@ -72,7 +80,9 @@ def _broadcast(c, x, nbytes, call, root):
                     return opened
                 step = load_word(c, at.WROTE)
                 left = nbytes - step * chunk
-                stage(r.tuning_at(c), r.payload_of(c, root, step, nbytes), x + step * chunk, left, chunk)
+                stage(
+                    r.tuning_at(c), r.payload_of(c, root, step, nbytes, chunk), x + step * chunk, left, chunk
+                )
             r.publish(c, call, nbytes, 0)
             continue
         waited = r.meet(c, call, nbytes, 0)
@@ -83,7 +93,7 @@ def _broadcast(c, x, nbytes, call, root):
             if r.await_peer(c, root, step) != DONE:
                 return AGAIN
             start = step * chunk
-            source = r.payload_of(c, root, step, nbytes)
+            source = r.payload_of(c, root, step, nbytes, chunk)
             copy_out(r.tuning_at(c), x + start, source, min(chunk, nbytes - start))
         if r.close_round(c, total):
             return r.finish(c)
@@ -109,6 +119,18 @@ def all_gather(handle: Index, outputs: PyObject, tensor: PyObject) -> int:
     if not _own_fits(c) or not v.are_apart(c, h, v.data_of(x), nbytes, at.TAKES, True):
         return r.give_up(h)
     return take_gil(release_gil(), run_exchange(h, c, _ALL_GATHER, spec, 0))
+
+
+@all_gather.twin(NATIVE_CALL)
+def all_gather_call(h, data, out, nbytes, call, peer):
+    c, spec = v.take_call(h, _ALL_GATHER, call, 0)
+    if c == 0:
+        return LATER
+    v.list_equal(c, at.TAKES, out, nbytes)
+    if not v.are_apart(c, h, data, nbytes, at.TAKES, True):
+        return r.give_up(h)
+    v.list_same(c, at.GIVES, data, nbytes)
+    return run_exchange(h, c, _ALL_GATHER, spec, 0)
 
 
 @inlined
@@ -153,6 +175,25 @@ def _rooted(h, operation, x, holder, root, one, many):
     return take_gil(release_gil(), run_exchange(h, c, operation, spec, root))
 
 
+@inlined
+def _rooted_call(h, operation, block, blocks, nbytes, call, root, one, many):
+    """Run a gather or a scatter for a compiled caller.
+
+    Table `one` gets this rank's block for or from the root. On the root, table `many` gets the blocks of all ranks.
+    """
+    c, spec = v.take_call(h, operation, call, root)
+    if c == 0:
+        return LATER
+    v.list_none(c, at.GIVES)
+    v.list_none(c, at.TAKES)
+    v.list_one(c, one, root, block, nbytes)
+    if load_word(c, at.RANK) == root:
+        v.list_equal(c, many, blocks, nbytes)
+        if not v.are_apart(c, h, block, nbytes, many, True):
+            return r.give_up(h)
+    return run_exchange(h, c, operation, spec, root)
+
+
 @locked_entry
 def gather(handle: Index, outputs: PyObject, tensor: PyObject, dst: Index) -> int:
     """Copy rank r's array into block r of rank dst's `outputs`, which are None on other ranks."""
@@ -160,11 +201,21 @@ def gather(handle: Index, outputs: PyObject, tensor: PyObject, dst: Index) -> in
     return _rooted(integer(handle), _GATHER, x, holder, integer(dst), at.GIVES, at.TAKES)
 
 
+@gather.twin(NATIVE_CALL)
+def gather_call(h, data, out, nbytes, call, peer):
+    return _rooted_call(h, _GATHER, data, out, nbytes, call, peer, at.GIVES, at.TAKES)
+
+
 @locked_entry
 def scatter(handle: Index, output: PyObject, blocks: PyObject, src: Index) -> int:
     """Copy block r of rank src's `blocks`, which are None on other ranks, into rank r's `output`."""
     x, holder = object_at(output), object_at(blocks)
     return _rooted(integer(handle), _SCATTER, x, holder, integer(src), at.TAKES, at.GIVES)
+
+
+@scatter.twin(NATIVE_CALL)
+def scatter_call(h, data, out, nbytes, call, peer):
+    return _rooted_call(h, _SCATTER, out, data, nbytes, call, peer, at.TAKES, at.GIVES)
 
 
 @locked_entry
@@ -187,6 +238,32 @@ def all_to_all(handle: Index, outputs: PyObject, blocks: PyObject, like: PyObjec
     return take_gil(release_gil(), run_exchange(h, c, _ALL_TO_ALL, spec, 0))
 
 
+@all_to_all.twin(NATIVE_CALL)
+def all_to_all_call(h, data, out, nbytes, call, peer):
+    c, spec = v.take_call(h, _ALL_TO_ALL, call, 0)
+    if c == 0:
+        return LATER
+    v.list_equal(c, at.GIVES, data, nbytes)
+    v.list_equal(c, at.TAKES, out, nbytes)
+    if not v.are_apart(c, h, data, nbytes * load_word(c, at.SIZE), at.TAKES, False):
+        return r.give_up(h)
+    return run_exchange(h, c, _ALL_TO_ALL, spec, 0)
+
+
+@all_to_all.twin(NATIVE_CALL)
+def all_to_all_split_call(h, data, out, sizes, call, peer):
+    c, spec = v.take_call(h, _ALL_TO_ALL, call, 0)
+    if c == 0:
+        return LATER
+    rank, size = load_word(c, at.RANK), load_word(c, at.SIZE)
+    nbytes = v.list_split(c, at.GIVES, data, sizes)
+    v.list_split(c, at.TAKES, out, sizes + 8 * size)
+    own_fits = load_word(sizes, rank) == load_word(sizes, size + rank)
+    if not own_fits or not v.are_apart(c, h, data, nbytes, at.TAKES, False):
+        return r.give_up(h)
+    return run_exchange(h, c, _ALL_TO_ALL, spec, 0)
+
+
 @inlined
 def _largest(c):
     """Return the bytes of the largest block that this rank sends or receives."""
@@ -206,10 +283,10 @@ def _piece_of(c, src, dst, step, nbytes, spread, piece):
     room = _room_of(spread)
     if spread > 1 and nbytes > room:
         return r.slot_of(c, src, step) + index * piece
-    return r.payload_of(c, src, step, nbytes, room) + index * room
+    return r.payload_of(c, src, step, nbytes, nbytes, room) + index * room
 
 
-@inlined
+@kernel
 def run_exchange(h, c, operation, spec, root):
     """Send the blocks in the tables GIVES, and receive into those in the tables TAKES; blocks may have any sizes.
 

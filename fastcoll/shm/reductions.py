@@ -15,6 +15,7 @@ from __future__ import annotations
 from ..compiler.jit import entry, inlined, kernel, locked_entry
 from ..core import signature
 from ..core.status import AGAIN, DONE, LATER, WORKED
+from ..kernels.c_entries import NATIVE_CALL
 from ..kernels.copy import copy
 from ..kernels.primitives import call_reducer, load_word, shape_of, start_of, store_word
 from ..kernels.pyobjects import WRITEABLE, Index, PyObject, integer, object_at, release_gil, take_gil
@@ -61,11 +62,18 @@ def barrier(handle: Index, call: Index) -> int:
     return run_barrier(h, c, integer(call))
 
 
-@inlined
+@barrier.twin(NATIVE_CALL)
+def barrier_call(h, data, out, nbytes, call, peer):
+    c = r.take(h)
+    return LATER if c == 0 else run_barrier(h, c, call)
+
+
+@kernel
 def run_barrier(h, c, call):
     """Run a barrier; the caller has taken the context.
 
-    The functions `run_*` need no GIL. Both the entries and the native calls of compiled callers (callers.py) use them.
+    The functions `run_*` need no GIL. The entries use them, and so do their twins, the native calls of compiled callers
+    (callers.py).
     """
     r.begin(h, 0, 0, False, 0)
     if r.may_write(c, 1):
@@ -78,19 +86,31 @@ def run_barrier(h, c, call):
 
 
 @kernel
-def _one_shot(c, dst, src, nbytes, spec, call, last):
-    """Publish src, and reduce the arrays of ranks 0..last-1 into dst."""
+def _one_shot(c, dst, src, nbytes, spec, call, last, has_root):
+    """Publish src, and reduce the arrays of ranks 0..last-1 into dst.
+
+    `has_root`: whether only one rank reduces, whose own array the others do not need.
+    """
     rank = load_word(c, at.RANK)
-    chunk = _whole(load_word(c, at.SLOT), load_word(spec, v.ITEMSIZE))
+    itemsize = load_word(spec, v.ITEMSIZE)
+    slot = r.one_way_chunk(c, nbytes, itemsize) if has_root else load_word(c, at.SLOT)
+    chunk = _whole(slot, itemsize)
     total = r.rounds_of(nbytes, chunk)
     while True:
         if r.may_write(c, total):
-            opened = r.open_slot(c, nbytes)
-            if opened != DONE:
-                return opened
-            step = load_word(c, at.WROTE)
-            start = step * chunk
-            stage(r.tuning_at(c), r.payload_of(c, rank, step, nbytes), src + start, nbytes - start, chunk)
+            if last == 0 or not has_root:
+                opened = r.open_slot(c, nbytes)
+                if opened != DONE:
+                    return opened
+                step = load_word(c, at.WROTE)
+                start = step * chunk
+                stage(
+                    r.tuning_at(c),
+                    r.payload_of(c, rank, step, nbytes, slot),
+                    src + start,
+                    nbytes - start,
+                    chunk,
+                )
             r.publish(c, call, nbytes, 0)
             continue
         waited = r.meet(c, call, nbytes, 0)
@@ -102,7 +122,7 @@ def _one_shot(c, dst, src, nbytes, spec, call, last):
             step = load_word(c, at.READ)
             start = step * chunk
             for peer in range(last):
-                source = src + start if peer == rank else r.payload_of(c, peer, step, nbytes)
+                source = src + start if peer == rank else r.payload_of(c, peer, step, nbytes, slot)
                 store_word(r.table(c, at.SOURCES), peer, source)
             _reduce(c, spec, dst + start, last, min(chunk, nbytes - start))
         if r.close_round(c, total):
@@ -156,15 +176,15 @@ def _two_shot(c, dst, src, nbytes, spec, call, keep):
 
 
 @inlined
-def _reduce_arrays(c, dst, src, nbytes, spec, call, last, of_all):
+def _reduce_arrays(c, dst, src, nbytes, spec, call, last, of_all, has_root):
     """Reduce the arrays of ranks 0..last-1 into dst, through the slots.
 
     If `last` is 0, this rank only contributes its array. `of_all`: whether each rank's `last` is either 0 or the number
-    of ranks.
+    of ranks. `has_root`: whether it is 0 on all ranks but one.
     """
     if of_all and load_word(c, at.SIZE) > 2 and nbytes > load_word(c, at.ONE_SHOT):
         return _two_shot(c, dst, src, nbytes, spec, call, last > 0)
-    return _one_shot(c, dst, src, nbytes, spec, call, last)
+    return _one_shot(c, dst, src, nbytes, spec, call, last, has_root)
 
 
 @locked_entry
@@ -182,7 +202,13 @@ def all_reduce(handle: Index, tensor: PyObject, op: PyObject) -> int:
     return take_gil(release_gil(), run_all_reduce(h, c, data, nbytes, spec))
 
 
-@inlined
+@all_reduce.twin(NATIVE_CALL)
+def all_reduce_call(h, data, out, nbytes, call, peer):
+    c, spec = v.take_call(h, _ALL_REDUCE, call, 0)
+    return LATER if c == 0 else run_all_reduce(h, c, data, nbytes, spec)
+
+
+@kernel
 def run_all_reduce(h, c, data, nbytes, spec):
     call, size = load_word(spec, v.CALL), load_word(c, at.SIZE)
     if nbytes >= SYMMETRIC_SMALLEST and load_word(c, at.SYMMETRIC) != 0 and size > 1:
@@ -193,7 +219,7 @@ def run_all_reduce(h, c, data, nbytes, spec):
     r.begin(h, _ALL_REDUCE, nbytes, False, single_copy.kind_of(c, data, nbytes))
     if is_direct(r.tuning_at(c)):
         return single_copy.all_reduce(c, data, nbytes, spec, call)
-    return _reduce_arrays(c, data, data, nbytes, spec, call, size, True)
+    return _reduce_arrays(c, data, data, nbytes, spec, call, size, True, False)
 
 
 @locked_entry
@@ -212,14 +238,20 @@ def reduce(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, dst:
     return take_gil(release_gil(), run_reduce(h, c, out, data, nbytes, spec, root))
 
 
-@inlined
+@reduce.twin(NATIVE_CALL)
+def reduce_call(h, data, out, nbytes, call, peer):
+    c, spec = v.take_call(h, _REDUCE, call, peer)
+    return LATER if c == 0 else run_reduce(h, c, data, data, nbytes, spec, peer)
+
+
+@kernel
 def run_reduce(h, c, out, data, nbytes, spec, root):
     call = load_word(spec, v.CALL) | root << signature.ROOT_SHIFT
     last = load_word(c, at.SIZE) if load_word(c, at.RANK) == root else 0
     r.begin(h, _REDUCE, nbytes, False, single_copy.kind_of(c, data, nbytes))
     if is_direct(r.tuning_at(c)):
         return single_copy.reduce(c, out, data, nbytes, spec, call, root)
-    return _reduce_arrays(c, out, data, nbytes, spec, call, last, True)
+    return _reduce_arrays(c, out, data, nbytes, spec, call, last, True, True)
 
 
 @locked_entry
@@ -241,11 +273,23 @@ def scan(handle: Index, output: PyObject, tensor: PyObject, op: PyObject, exclus
     return take_gil(release_gil(), run_scan(h, c, out, data, nbytes, spec, operation))
 
 
-@inlined
+@scan.twin(NATIVE_CALL)
+def scan_call(h, data, out, nbytes, call, peer):
+    c, spec = v.take_call(h, _SCAN, call, 0)
+    return LATER if c == 0 else run_scan(h, c, data, data, nbytes, spec, _SCAN)
+
+
+@scan.twin(NATIVE_CALL)
+def exscan_call(h, data, out, nbytes, call, peer):
+    c, spec = v.take_call(h, _EXSCAN, call, 0)
+    return LATER if c == 0 else run_scan(h, c, data, data, nbytes, spec, _EXSCAN)
+
+
+@kernel
 def run_scan(h, c, out, data, nbytes, spec, operation):
     last = load_word(c, at.RANK) + (0 if operation == _EXSCAN else 1)
     r.begin(h, operation, nbytes, False, 0)
-    return _reduce_arrays(c, out, data, nbytes, spec, load_word(spec, v.CALL), last, False)
+    return _reduce_arrays(c, out, data, nbytes, spec, load_word(spec, v.CALL), last, False, False)
 
 
 @locked_entry
@@ -271,7 +315,32 @@ def reduce_scatter(handle: Index, output: PyObject, blocks: PyObject, op: PyObje
     return take_gil(release_gil(), run_reduce_scatter(h, c, data, nbytes, spec))
 
 
-@inlined
+@reduce_scatter.twin(NATIVE_CALL)
+def reduce_scatter_call(h, data, out, nbytes, call, peer):
+    c, spec = v.take_call(h, _REDUCE_SCATTER, call, 0)
+    if c == 0:
+        return LATER
+    v.list_equal(c, at.GIVES, data, nbytes)
+    if not v.are_apart(c, h, out, nbytes, at.GIVES, True):
+        return r.give_up(h)
+    return run_reduce_scatter(h, c, out, nbytes, spec)
+
+
+@reduce_scatter.twin(NATIVE_CALL)
+def reduce_scatter_split_call(h, data, out, sizes, call, peer):
+    c, spec = v.take_call(h, _REDUCE_SCATTER, call, 0)
+    if c == 0:
+        return LATER
+    v.list_split(c, at.GIVES, data, sizes)
+    nbytes = load_word(sizes, load_word(c, at.SIZE))
+    if nbytes != load_word(sizes, load_word(c, at.RANK)) or not v.are_apart(
+        c, h, out, nbytes, at.GIVES, True
+    ):
+        return r.give_up(h)
+    return run_reduce_scatter(h, c, out, nbytes, spec)
+
+
+@kernel
 def run_reduce_scatter(h, c, data, nbytes, spec):
     """Run a reduce_scatter of the blocks in the table GIVES; the caller has taken the context."""
     longest, call = v.largest_of(c, at.GIVES), load_word(spec, v.CALL)

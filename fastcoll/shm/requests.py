@@ -235,7 +235,8 @@ def _post_send(m, data, owner, nbytes, kind, peer):
         algorithm = choose_algorithm(m, r.POSTS, nbytes, SMALLEST, 0)
     r.begin_message(channel, data, nbytes, kind, algorithm)
     number = _note(m, index, r.SENDING, peer, load_word(channel, r.SENT), kind, nbytes, data, owner)
-    r.push(m, channel)
+    while load_word(channel, r.OUT_HEAD) < load_word(channel, r.OUT_END) and r.push(m, channel):
+        pass
     reached(POSTED_SEND)
     if is_timed:
         store_word(_table(m), r.TIMED, number)

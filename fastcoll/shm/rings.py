@@ -1,10 +1,10 @@
 """Point-to-point between ranks of a segment: one byte ring for each ordered pair, in the sender's section.
 
 A message is sent as a *frame*: nbytes, kind (tag and dtype code) and the payload, padded to 64 bytes. The sender writes
-it into the ring in pieces of at most a quarter of the ring, so that copying in and copying out overlap; a frame that
-fits into one piece becomes visible with one store. The receiver consumes frames in order. It copies the payload into
-the array of the matching receive, or into memory of its own, and writes an *ack* when a receive has matched. The order
-of acks may differ from the order of messages, so an ack has the message's number (counted from 1).
+it into the ring in pieces of 16 to 64 KiB, or a quarter of the ring, so that copying in and copying out overlap; a
+frame that fits into one piece becomes visible with one store. The receiver consumes frames in order. It copies the
+payload into the array of the matching receive, or into memory of its own, and writes an *ack* when a receive has
+matched. The order of acks may differ from the order of messages, so an ack has the message's number (counted from 1).
 
     word of the ring       writer    meaning
     HEAD                   sender    bytes produced (release: the bytes below are written)
@@ -66,7 +66,7 @@ NEVER_FULL = ENDLESS = 1 << 62
 
 FRAME_HEADER = 16
 FRAME_UNIT = 64
-PIECES_A_RING = 4
+SMALLEST_PIECE, LARGEST_PIECE, PIECES_A_RING = 16 << 10, 64 << 10, 4
 IS_DIRECT = 1 << 62  # bit in the kind of a message
 _READ_AT_ONCE = 256 << 10  # bytes; they take 20 us
 _LINES_AHEAD = 4  # cache lines of the next message to prefetch
@@ -179,6 +179,13 @@ def frame_of(nbytes):
 
 
 @inlined
+def _piece(m, nbytes):
+    """Return the most bytes of a message of `nbytes` that are written or read at once."""
+    wanted = min(max(SMALLEST_PIECE, nbytes // 32), LARGEST_PIECE)
+    return min(wanted, load_word(m, RING) // PIECES_A_RING)
+
+
+@inlined
 def _span(m, position, nbytes):
     """Return how many of the nbytes at `position` lie before the end of the ring's memory."""
     ring = load_word(m, RING)
@@ -226,7 +233,7 @@ def has_room(m, channel, nbytes):
 def push(m, channel):
     """Write the next piece of the message that was begun into the ring; return False if there is no room."""
     head = load_word(channel, OUT_HEAD)
-    part = min(load_word(channel, OUT_END) - head, load_word(m, RING) // PIECES_A_RING)
+    part = min(load_word(channel, OUT_END) - head, _piece(m, load_word(channel, OUT_NBYTES)))
     if not has_room(m, channel, part):
         return False
     data = load_word(channel, OUT_DATA)
@@ -345,7 +352,7 @@ def pull(m, channel):
     if load_word(channel, IN_FROM) != 0:
         return _read(m, channel)
     tail = load_word(channel, IN_TAIL)
-    part = min(load_word(channel, IN_END) - tail, load_word(m, RING) // PIECES_A_RING)
+    part = min(load_word(channel, IN_END) - tail, _piece(m, load_word(channel, IN_NBYTES)))
     if not has_arrived(channel, tail + part):
         return False
     data = load_word(channel, IN_DATA)

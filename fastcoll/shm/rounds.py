@@ -81,6 +81,7 @@ ORDINARY, SHARED = 1, 2
 _OPERATIONS = len(OPERATIONS)
 
 SMALLEST_PART = 4 << 10  # bytes; smaller rounds always use the beginning of a slot
+_ONE_WAY_ROUND, _ONE_WAY_ROUNDS = 32 << 10, 4
 
 # Each is the number of a failpoint of the first operation; those of the other operations have the next numbers.
 _ENTER, _PUBLISHED = number_of("shm.OPERATION.enter"), number_of("shm.OPERATION.after_publish")
@@ -137,6 +138,19 @@ def part_of_slot(c, rank, step, nbytes):
 
 
 @inlined
+def one_way_chunk(c, nbytes, itemsize):
+    """Return the most bytes of a round, for a call in which a rank writes what others read, but reads nothing itself.
+
+    The others read a round while it writes the next ones, so a call has several rounds. This may not depend on the
+    algorithm, which can be another one on each rank.
+    """
+    chunk, least = load_word(c, at.SLOT), max(_ONE_WAY_ROUND, itemsize)
+    while chunk >= 2 * least and chunk * _ONE_WAY_ROUNDS >= 2 * nbytes:
+        chunk //= 2
+    return chunk
+
+
+@inlined
 def line_of(c, rank):
     """Return the address of a rank's line of the current call."""
     return section(c, rank) + layout.LINE * (load_word(c, at.CALLS) % 2)
@@ -149,14 +163,16 @@ def combined_of(c, rank):
 
 
 @inlined
-def payload_of(c, rank, step, nbytes, room=layout.INLINE):
-    """Return the address of a rank's data of a round: in its call line if the nbytes fit there, else in its slot.
+def payload_of(c, rank, step, nbytes, chunk, room=layout.INLINE):
+    """Return the address of a rank's data of a round: in its call line if the call's nbytes fit there, else in a slot.
+
+    A round has at most `chunk` bytes.
 
     If ranks meet in groups, a peer's payload of one word is read from the group's combined line, which is in the cache
     already.
     """
     if nbytes > room:
-        return part_of_slot(c, rank, step, nbytes)
+        return part_of_slot(c, rank, step, min(nbytes, chunk))
     if nbytes <= 8 and load_word(c, at.COMBINED) != 0 and rank != load_word(c, at.RANK):
         return combined_of(c, rank) + 8 * (layout.PAYLOAD + rank % layout.GROUP)
     return line_of(c, rank) + 8 * layout.PAYLOAD
@@ -261,7 +277,11 @@ def open_slot(c, nbytes, room=layout.INLINE):
         return DONE
     if _await_all(c, layout.CONSUMED, want) != DONE:
         return AGAIN
-    store_word(c, at.SEEN, want)
+    least = load_word(c, at.ROUND) + load_word(c, at.WROTE)
+    for peer in range(load_word(c, at.SIZE)):
+        if peer != load_word(c, at.RANK):
+            least = min(least, load_acquire(section(c, peer) + layout.CONSUMED))
+    store_word(c, at.SEEN, least)
     return DONE
 
 

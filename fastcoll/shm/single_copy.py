@@ -112,7 +112,8 @@ def _line(c, peer, words):
 
     This is the call line or, if the addresses do not fit into it, the slot of the call's first round.
     """
-    return r.payload_of(c, peer, 0, _bytes_of_line(words))
+    nbytes = _bytes_of_line(words)
+    return r.payload_of(c, peer, 0, nbytes, nbytes)
 
 
 @inlined

@@ -68,6 +68,23 @@ def spec_by_call(c, handle, operation, call):
 
 
 @inlined
+def take_call(h, operation, call, root):
+    """Take the context for a native call (callers.py) and find the call's spec; return both.
+
+    Returns:
+        0 and 0 if Python must make the call.
+    """
+    c = r.take(h)
+    if c == 0:
+        return 0, 0
+    spec = spec_by_call(c, h, operation, call)
+    if spec == 0 or not is_rank(c, root):
+        r.give_up(h)
+        return 0, 0
+    return c, spec
+
+
+@inlined
 def is_plain(c, handle, x, flags):
     """Whether x is an ndarray, contiguous and aligned, and has the flags `flags`; True if the call is PREPARED."""
     if handle & r.PREPARED:
@@ -201,3 +218,13 @@ def largest_of(c, which):
     for peer in range(load_word(c, at.SIZE)):
         largest = max(largest, load_word(r.table(c, which + 1), peer))
     return largest
+
+
+@inlined
+def list_split(c, which, address, sizes):
+    """Enter consecutive blocks of these sizes into the table `which`; return their sum."""
+    nbytes = 0
+    for peer in range(load_word(c, at.SIZE)):
+        list_one(c, which, peer, address + nbytes, load_word(sizes, peer))
+        nbytes += load_word(sizes, peer)
+    return nbytes

@@ -77,10 +77,14 @@ class World:
         # A direct call needs two words in a call line, which a real line always has.
         sizes = {"SLOTS": slots, "INLINE": 8 + 8 * is_direct, "GROUP": group or 8, "FLAT": 1 if group else 16}
         pieces = dict.fromkeys(("PIECE", "REDUCED_AT_ONCE", "PUSHED_AT_ONCE"), 8) | {"_LINE_OF_ELEMENTS": 1}
-        self.machine, self.made = load(plant, layout=sizes, single_copy=pieces)
+        # Less than an element, but data that fits into a call line takes one round.
+        rounds = {"_ONE_WAY_ROUND": 16 if is_direct else 4}
+        self.machine, self.made = load(plant, layout=sizes, single_copy=pieces, rounds=rounds)
         self.size, self.hurried, self.arena, self.quitter = size, hurried, arena, quitter
         self.calls = [Call.parse(each) for each in calls.split(", ")]
-        self.layout = self.made.layout.Layout(size, max(slot, 8 * (size + 1)) if is_direct else slot)
+        # Room for a word of each rank and one more; slots are powers of two.
+        room = 1 << (8 * size + 7).bit_length()
+        self.layout = self.made.layout.Layout(size, max(slot, room) if is_direct else slot)
         self.arrays = SHARED_ARRAYS if is_direct else ARRAYS
         self.lag = self.algorithm = 0
         plain = self.made.autotune.choose_none

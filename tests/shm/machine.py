@@ -193,6 +193,7 @@ def load(plant: str = "", **constants: Mapping[str, Any]) -> tuple[Machine, Simp
     }  # fmt: skip
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.twin = lambda signature: declare  # type: ignore[attr-defined]
         return primitives.get(function.__name__, function)
 
     jit = ModuleType("fastcoll.compiler.jit")

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import dis
-from types import FrameType
+from functools import cache
+from types import CodeType, FrameType
 
 AFTER = ("CALL", "JUMP_BACKWARD", "RESUME")
 
 
-def is_step(frame: FrameType, last: dict[FrameType, str]) -> bool:
-    """Whether such a point is before the instruction that a frame runs next; `last`: the frames' latest instructions.
+@cache
+def _ends_at_point(code: CodeType) -> bytes:
+    """Return, for each offset in the code, 1 if such a point is after the instruction there.
+
+    Cached, because CPython makes a copy of the code at each access.
+    """
+    return bytes(dis.opname[each].startswith(AFTER) for each in code.co_code)
+
+
+def is_step(frame: FrameType, last: dict[FrameType, int]) -> int:
+    """Whether such a point is before the instruction that a frame runs next.
 
     Called by a trace function for each event "opcode".
+
+    Args:
+        last: for each frame, whether such a point is after its latest instruction.
     """
-    before = last.get(frame, "RESUME")
-    last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-    return before.startswith(AFTER)
+    before = last.get(frame, 1)
+    last[frame] = _ends_at_point(frame.f_code)[frame.f_lasti]
+    return before

@@ -58,6 +58,17 @@ def test_every_collective(rank, world_size):
             assert group.backend.context[at.CHOOSING + autotune.LAST_ALGORITHM] == algorithm
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("count", [LARGE, 20_000], ids=["several slots", "part of a slot"])
+def test_ranks_may_use_different_algorithms(rank, world_size, count):
+    """As they do if they have other times, because the arrays of some calls were in shared pages on one rank only."""
+    both = [autotune.CLOSE, autotune.PAST]
+    with staged() as group:
+        for algorithm in each(group, both if rank == 1 else both[::-1]):
+            rows.run(rank, world_size, count, lambda name, function: partial(function, group=group))
+            assert group.backend.context[at.CHOOSING + autotune.LAST_ALGORITHM] == algorithm
+
+
 @pytest.mark.long
 @pytest.mark.ranks(2)
 def test_the_largest_moves(rank, world_size):

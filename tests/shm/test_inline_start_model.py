@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import count, product
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
@@ -54,8 +55,13 @@ class Task:
 
     def __init__(self, name: str, run: Callable[[], None], daemon: bool) -> None:
         self.name, self.run, self.daemon = name, run, daemon
-        self.turn, self.until, self.ended = threading.Semaphore(0), None, False
-        self.last: dict[FrameType, str] = {}
+        self.turn, self.until, self.ended = (
+            threading.Lock(),
+            None,
+            False,
+        )  # the turn is free only for a moment
+        self.turn.acquire()
+        self.last: dict[FrameType, int] = {}
         self.thread = threading.current_thread()
 
 
@@ -94,7 +100,8 @@ class Scheduler:
             self.found = error
         self.over = True
         for task in self.tasks:
-            task.turn.release()
+            with suppress(RuntimeError):  # it has its turn
+                task.turn.release()
         for task in self.tasks:
             task.thread.join(LIMIT)
         if self.found is not None:
@@ -103,7 +110,7 @@ class Scheduler:
     def _main(self, task: Task) -> None:
         task.turn.acquire()
         if not self.over:
-            sys.settrace(lambda frame, event, _: self._trace(task, frame, event))
+            sys.settrace(partial(self._trace, task))
             try:
                 task.run()
             except Over:
@@ -115,14 +122,14 @@ class Scheduler:
         if not self.over:
             self._go(self.tasks.index(task))
 
-    def _trace(self, task: Task, frame: FrameType, event: str) -> Any:
+    def _trace(self, task: Task, frame: FrameType, event: str, _: Any) -> Any:
         if frame.f_code.co_filename != self.file or self.choosing:
             return None
-        frame.f_trace_opcodes = True
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode" and is_step(frame, task.last):
             self.point()
             self.at_step(task)
-        return lambda frame, event, _: self._trace(task, frame, event)
+        return sys.gettrace()
 
     def point(self, until: Callable[[], bool] | None = None) -> None:
         """Let the schedule choose which task goes on; this one not before `until`."""
@@ -512,7 +519,7 @@ class Model:
                 raise KeyboardInterrupt
 
 
-def explored(*programs: str, seeds: int = 300, **options: Any) -> None:
+def explored(*programs: str, seeds: int = 150, **options: Any) -> None:
     """Run the model under random schedules."""
     for seed in range(seeds):
         Model(Schedule(seed=seed), *programs, **options)

@@ -224,7 +224,7 @@ def explore(*threads: str, plant: str = "", weak: int = 0) -> int:
 
 PROGRAMS = {
     "one after the other": ("0: send a 0 1, wait a, send b 0 1, wait b", "1: recv a 0 1, wait a, recv b 0 1, wait b"),
-    "longer than the ring": ("0: send a 0 9, wait a", "1: recv a 0 9, wait a"),
+    "longer than the ring": ("0: send a 0 17, wait a", "1: recv a 0 17, wait a"),
     "one tag": (
         "0: send a 0 1, wait a, send b 0 1, wait b", "1: recv a 0 1, recv b 0 1, wait b, wait a"
     ),

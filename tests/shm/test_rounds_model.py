@@ -71,6 +71,8 @@ PLANTS = [
     (2, AHEAD, "CONSUMED, load_word(c, at.ROUND) + read) => CONSUMED, load_word(c, at.ROUND) + read + 1)"),
     (2, "broadcast 3, all_reduce 3", "load_word(c, at.ROUND) + step) % => step) %"),
     (2, "sizes_differ 3 +1, all_reduce 4", "store_word(c, at.READ, layout.SLOTS) => 0"),
+    # A round has less than an element.
+    (2, "reduce 2", "max(_ONE_WAY_ROUND, itemsize) => _ONE_WAY_ROUND"),
     # A round is read before it is written.
     (2, "broadcast 3", "return DONE if step == 0 else => return DONE if step <= 1 else"),
     (2, AHEAD, "PUBLISHED, load_word(c, at.ROUND) + read + 1) => PUBLISHED, load_word(c, at.ROUND) + read)"),

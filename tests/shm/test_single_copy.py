@@ -174,14 +174,12 @@ def stop(rank):
 
 
 @pytest.mark.ranks(2, init=False, fresh=True)
-def test_a_reader_that_is_too_late_does_not_return_wrong_data(rank, world_size, stop):
+def test_a_rank_that_is_too_late_returns_no_wrong_data_and_writes_nothing(rank, world_size, stop, caplog):
+    # A rank that reads an array that the other one has changed.
     for operation, root, victim in (("broadcast", 0, 1), ("reduce", 0, 0), ("reduce", 1, 1)):
         x = np.full(2 * LARGE, 1.0 + rank, np.float32)
         stop("piece_read", victim, methodcaller(operation, x, root), x)
-
-
-@pytest.mark.ranks(2, init=False, fresh=True)
-def test_a_stopped_writer_changes_nothing_after_the_call_has_failed(rank, world_size, stop, caplog):
+    # A rank that writes into an array whose owner's call has failed.
     with dist.shared_arrays():
         x = np.ones(LARGE, np.float32)
     stop("pushing", 1, methodcaller("all_reduce", x), x)
