@@ -29,8 +29,8 @@ from ..record.record import RING
 from ..system.forks import at_fork
 from ..system.processes import this_process
 from .operands import ANY_TAG
-from .operations import KINDS, METHODS
-from .signature import code_of
+from .operations import IN_PLACE, KINDS, LIST_IN_PLACE, METHODS, NO_ARRAY, ONE_TO_BLOCKS, ONE_TO_ONE
+from .signature import COALESCED, code_of
 from .work import Work
 
 ProcessGroup: TypeAlias = Any  # that of group.py, which imports this file
@@ -41,10 +41,10 @@ _INTERNAL = re.compile(
 _MESSAGES = {"send": log.SEND, "recv": log.RECV, "isend": log.ISEND, "irecv": log.IRECV}
 
 _lock = threading.RLock()
-_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+_groups: weakref.WeakKeyDictionary[ProcessGroup, None] = weakref.WeakKeyDictionary()  # oldest first
 _watched: dict[int, _Watched] = {}  # by the id of the group
 _logs: list[CallLog] = []
-_wait = Work.wait
+_waits: dict[type[Work], Callable[..., bool]] = {}  # the plain `wait` of each class whose `wait` is replaced
 _of_process: list[CallLog] = []  # the log in FASTCOLL_PROFILE_DIR, if there is one
 
 
@@ -53,7 +53,7 @@ def note(group: ProcessGroup) -> None:
     if group.monitor.record is None or _INTERNAL.search(group.name):
         return
     with _lock:
-        _groups.add(group)
+        _groups[group] = None
         if config.get("FASTCOLL_PROFILE_DIR") and not _of_process:
             start_process(group)
         if _logs:
@@ -64,7 +64,7 @@ def start(call_log: CallLog) -> None:
     """Log the calls of all groups of this process from now on."""
     with _lock:
         _logs.append(call_log)
-        Work.wait = _timed_wait  # type: ignore[assignment, method-assign]
+        _time_waits(Work)
         for group in list(_groups):
             if not group.gate.closed:
                 _watch(group)
@@ -78,10 +78,37 @@ def stop(call_log: CallLog) -> None:
                 watched.leave(call_log)
             _logs.remove(call_log)
         if not _logs:
-            Work.wait = _wait  # type: ignore[method-assign]
+            _restore_waits()
             for watched in list(_watched.values()):
                 watched.end()
         call_log.end()
+
+
+def widest_group() -> ProcessGroup | None:
+    """Return this process's open group with most members, of several the oldest; None if there is none."""
+    with _lock:
+        return max(
+            (group for group in _groups if not group.gate.closed), key=lambda group: group.size, default=None
+        )
+
+
+def later_wait(work: Work) -> Callable[[], None]:
+    """Return a function that begins a wait for `work`, which is logged when `work` ends; `work.wait` no longer is.
+
+    It is for a wait that no code of Python makes. Such waits of one group are in the order of the group's calls, so
+    each begins at the end of the one before. The wait is logged before callbacks run that are added to `work` later,
+    so one of these may let the waiting thread continue.
+    """
+    watched, flavour, code, nbytes, peer = work.profiled
+    work.profiled = None
+    began: list[int] = []
+
+    def ended(_: Work) -> None:
+        if began:
+            watched.waited(began[0], flavour, code, nbytes, peer)
+
+    work.add_done_callback(ended)
+    return lambda: began.append(time.monotonic_ns())
 
 
 def facts(rank: int, world_size: int) -> dict[str, Any]:
@@ -124,6 +151,7 @@ class _Watched:
         self._call_logs: list[CallLog] = []
         self._logs: tuple[tuple[Callable[..., None], int], ...] = ()  # `add` and the GROUP word of each
         self._last = self._record.last_call()[0]  # the number of the last call that is logged
+        self._waited_until = 0
         self._sequences: Counter[tuple[int, int, bool]] = Counter()
         self._lock = threading.RLock()
         self._plain = {name: getattr(group.fast, name) for name in (*METHODS, *_MESSAGES)}
@@ -166,26 +194,41 @@ class _Watched:
         for add, index in self._logs:
             add(index, *row)
 
+    def waited(self, began: int, flavour: int, code: int, nbytes: int, peer: int) -> None:
+        """Log a wait that ends now."""
+        began, self._waited_until = max(began, self._waited_until), time.monotonic_ns()
+        self.add(flavour, 0, code, nbytes, began, self._waited_until, peer)
+
     def timed_collective(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         kind = METHODS[name]
-        code, clock, ended_call = code_of(KINDS[kind].made_of or kind), time.monotonic_ns, self._ended
+        # A call on a list of arrays is logged under its own name, as the flight record has it.
+        code = code_of(KINDS[kind].made_of or kind) | (COALESCED if KINDS[kind].made_of else 0)
+        clock, ended_call = time.monotonic_ns, self._ended
+        form, root = KINDS[kind].form, KINDS[kind].root
+        # This rank contributes its input. With blocks the output comes first, except in a gather.
+        is_first = form in (IN_PLACE, ONE_TO_ONE, LIST_IN_PLACE) or (form == ONE_TO_BLOCKS and root)
+        place = 0 if is_first else 1
+
+        def size_of(args: tuple[Any, ...]) -> int:
+            return _nbytes(args[place]) if len(args) > place and form != NO_ARRAY else 0
 
         def timed(*args: Any, **options: Any) -> Any:
             began = clock()
             try:
                 result = call(*args, **options)
             except BaseException:
-                ended_call(code, began, clock(), args)
+                ended_call(code, began, clock(), size_of(args))
                 raise
             if result is not None and isinstance(result, Work):
-                result.profiled = self, log.BLOCKED, code, _nbytes(args), -1
+                result.profiled = self, log.BLOCKED, code, size_of(args), -1
+                _time_waits(type(result))
                 return result
-            ended_call(code, began, clock(), args)
+            ended_call(code, began, clock(), size_of(args))
             return result
 
         return timed
 
-    def _ended(self, code: int, began: int, ended: int, args: tuple[Any, ...]) -> None:
+    def _ended(self, code: int, began: int, ended: int, nbytes: int) -> None:
         with self._lock:
             number, call, shape = self._record.last_call()
             last, self._last = self._last, number
@@ -193,7 +236,7 @@ class _Watched:
                 if (
                     number == last
                 ):  # calls on GPUs, in groups of one rank, and those that were refused at once
-                    number, call, shape = 0, code, _nbytes(args)
+                    number, call, shape = 0, code, nbytes
                 else:
                     self._copy(last + 1, number - 1)
             for add, index in self._logs:
@@ -220,7 +263,7 @@ class _Watched:
         def timed(tensor: Any, peer: int | None = None, tag: int = 0, *args: Any, **options: Any) -> Any:
             if "src" in options or "dst" in options:
                 peer = options.pop("dst" if sends else "src")
-            nbytes, began = _nbytes((tensor,)), clock()
+            nbytes, began = _nbytes(tensor), clock()
             result = call(tensor, peer, tag, *args, **options)
             ended = clock()
             if flavour == log.RECV:
@@ -234,29 +277,49 @@ class _Watched:
             self.add(flavour, number, tag, nbytes, began, ended, other)
             if flavour in (log.ISEND, log.IRECV):
                 result.profiled = self, log.BLOCKED_MESSAGE, int(not sends), nbytes, other
+                _time_waits(type(result))
             return result
 
         return timed
 
 
-def _nbytes(args: tuple[Any, ...]) -> int:
-    """Return the bytes of the first argument that has an `nbytes`; 0 if there is none."""
-    for x in args:
-        if (nbytes := getattr(x, "nbytes", None)) is not None:
-            return int(nbytes)
-    return 0
+def _nbytes(x: Any) -> int:
+    """Return the bytes of an array, or of a list of arrays; 0 if `x` is neither."""
+    if isinstance(x, list | tuple):
+        return sum(map(_nbytes, x))
+    return int(getattr(x, "nbytes", 0))
 
 
-def _timed_wait(work: Work, timeout: Any = None) -> bool:
-    """Replace Work.wait while a profile is on."""
-    if work.profiled is None:
-        return _wait(work, timeout)
-    watched, flavour, code, nbytes, peer = work.profiled
-    began = time.monotonic_ns()
-    try:
-        return _wait(work, timeout)
-    finally:
-        watched.add(flavour, 0, code, nbytes, began, time.monotonic_ns(), peer)
+def _time_waits(kind: type[Work]) -> None:
+    """Replace the `wait` that Works of a class have while a profile is on; it may be that of a class above."""
+    owner: type[Work] = next(each for each in kind.__mro__ if "wait" in vars(each))
+    if owner in _waits:
+        return
+    plain = owner.wait
+
+    def timed(work: Work, timeout: Any = None) -> bool:
+        profiled = work.profiled
+        if profiled is None:
+            return plain(work, timeout)
+        watched, flavour, code, nbytes, peer = profiled
+        # The `wait` of a class may call that of the class above it, which must not log the same wait.
+        work.profiled, began = None, time.monotonic_ns()
+        try:
+            return plain(work, timeout)
+        finally:
+            work.profiled = profiled
+            watched.add(flavour, 0, code, nbytes, began, time.monotonic_ns(), peer)
+
+    with _lock:
+        if _logs and owner not in _waits:
+            _waits[owner] = plain
+            owner.wait = timed  # type: ignore[method-assign, assignment]
+
+
+def _restore_waits() -> None:
+    for owner, plain in _waits.items():
+        owner.wait = plain  # type: ignore[method-assign]
+    _waits.clear()
 
 
 def _after_fork() -> None:
@@ -269,7 +332,7 @@ def _after_fork() -> None:
         watched.forget()
     for collection in (_logs, _watched, _of_process):
         collection.clear()
-    Work.wait = _wait  # type: ignore[method-assign]
+    _restore_waits()
 
 
 at_fork("profile", _after_fork)

@@ -18,7 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from fastcoll import profile
 from fastcoll.core.group import ProcessGroup
+from fastcoll.core.profiler import later_wait
+from fastcoll.core.work import Work
 from fastcoll.errors import UsageError
 from fastcoll.net.tcp.backend import TcpBackend
 from fastcoll.store.views import TorchStore
@@ -215,3 +218,46 @@ def check_compiled_functions_around_collectives() -> None:
         return torch.compile(ddp(model, group, bucket_mb=1), backend="eager")
 
     assert train(pair.OURS, compiled, steps=2) == pytest.approx(train(pair.GLOO, ddp, steps=2), rel=1e-5)
+
+
+def check_a_profile_has_every_call_and_the_waits_of_ddp() -> None:
+    """Rank 1 begins backward() when the wait of rank 0 for the all_reduce of the gradients has begun."""
+    group, store, x = pair.OURS, dist.distributed_c10d._get_default_store(), torch.ones(64)
+    model = ddp(nn.Linear(4, 4), group)
+    begun = f"begun-{group.group_name}"
+
+    def announced(work: Work) -> Callable[[], None]:
+        begin = later_wait(work)
+
+        def begin_and_announce() -> None:
+            begin()
+            store.set(begun, "1")
+
+        return begin_and_announce
+
+    loss = model(torch.ones(1, 4)).sum()
+    dist.barrier(group)
+    with profile() as run:
+        for _ in range(5):
+            dist.all_reduce(x, group=group)
+        functional.wait_tensor(functional.all_gather_tensor(x, 0, group))
+        for _ in range(6):
+            dist.send(x, 1, group) if rank() == 0 else dist.recv(x, 0, group)
+        dist.barrier(group)
+        if rank() == 1:
+            store.wait([begun], pair.TIMEOUT)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fastcoll.torch.work.later_wait", announced)
+            loss.backward()
+    merged = run.merged().as_dict()
+    assert [each["rank"] for each in merged["ranks"]] == [0, 1]
+    calls = {(each["operation"], each["most_bytes"]): each for each in merged["entries"]}
+    both = {0: 6, 1: 6}
+    assert calls["all_reduce", 256]["calls"] == {0: 5, 1: 5}
+    assert calls["all_gather (beside)", 256]["nbytes"] == {0: 256, 1: 256}
+    assert calls["isend", 256]["calls"] | calls["irecv", 256]["calls"] == both
+    assert calls["wait for isend or irecv", 256]["calls"] == both
+    waits = [each["seconds"] for each in merged["entries"] if each["operation"] == "wait for all_reduce"]
+    assert sum(seconds.get(0, 0.0) for seconds in waits) > 0
+    sizes = {size for name, size in calls if name == "wait for all_gather"}
+    assert sizes <= {256}  # there is no row if the call was complete at once
