@@ -88,7 +88,7 @@ SETTINGS: dict[str, Setting] = {
         _positive, 10.0, "seconds after which a waiting rank logs the ranks that are missing"
     ),
     "FASTCOLL_SHM_BYTES_PER_RANK": Setting(
-        _size, 4 << 20, "bytes of shared memory that each rank contributes to a group"
+        _size, 6 << 20, "bytes of shared memory that each rank contributes to a group"
     ),
     "FASTCOLL_TUNING": Setting(
         str,
@@ -163,7 +163,7 @@ SETTINGS: dict[str, Setting] = {
     "FASTCOLL_UNTESTED_PLATFORM": Setting(
         _switch,
         0,
-        "1: run on processors that fastcoll was never tested on (all but x86_64), at your own risk",
+        "1: run on processors that fastcoll was never tested on (all but x86_64 and aarch64), at your own risk",
     ),
     "FASTCOLL_FAILPOINT": Setting(
         failpoints.parse,

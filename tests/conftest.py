@@ -122,8 +122,8 @@ def pytest_sessionstart(session):
     if session.config.option.markexpr != SHORT or hasattr(session.config, "workerinput"):
         return
     with tempfile.TemporaryDirectory() as elsewhere:
-        for more in ({}, {"FASTCOLL_FAILPOINT": "shm.barrier.enter:delay=0"}):
-            command = [sys.executable, "-m", "fastcoll.warmup", "--dtypes", "all"]
+        for more, options in (({}, ["--njit"]), ({"FASTCOLL_FAILPOINT": "shm.barrier.enter:delay=0"}, [])):
+            command = [sys.executable, "-m", "fastcoll.warmup", "--dtypes", "all", *options]
             environment = {**os.environ, **more}
             subprocess.run(command, env=environment, cwd=elsewhere, stdout=subprocess.DEVNULL, check=True)
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from fastcoll.launch.nodes import free_port
+
 LIMIT = 240.0  # s, which only ends a hang
 # A program that prints the name of a segment that it has made, and then is killed.
 DIES_WITH_A_SEGMENT = (
@@ -24,6 +26,16 @@ def python(
     """Run Python with these arguments; `environ` is added to this process's environment."""
     command, env = [sys.executable, *map(str, words)], {**os.environ, **(environ or {})}
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=env, **options)
+
+
+def torchrun(*words: str) -> tuple[str, ...]:
+    """Return Python's arguments for torchrun on one machine, followed by `words`.
+
+    Its --standalone would take any port. A connection of another test could then have the port beside it, which
+    fastcoll's store needs.
+    """
+    endpoint = f"--rdzv-endpoint=localhost:{free_port()}"
+    return ("-m", "torch.distributed.run", "--rdzv-backend=c10d", endpoint, *words)
 
 
 def at_once(commands: Sequence[Sequence[object]], **options: Any) -> list[subprocess.CompletedProcess[str]]:
@@ -53,12 +65,13 @@ def until(
 ) -> Any:
     """Return the first true result of `so`; fail with the result of `otherwise` if there is none in time.
 
-    The limit only ends a test that hangs.
+    The limit only ends a test that hangs. Looking takes at most a fifth of a processor.
     """
-    end = time.monotonic() + seconds
+    end, used = time.monotonic() + seconds, time.process_time()
     while not (found := so()):
         assert time.monotonic() < end, otherwise()
-        time.sleep(0.001)
+        time.sleep(max(0.001, 4 * (time.process_time() - used)))
+        used = time.process_time()
     return found
 
 

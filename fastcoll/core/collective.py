@@ -71,14 +71,17 @@ class Collective:
         number, call, shape = self._head()
         return self._gate.name_of(signature.describe(call, shape), number)
 
-    def wait(self, timeout: float | None) -> CallWait:
-        """Return the wait of the call that begins now.
+    def wait(self, timeout: float | None, started: float | None = None) -> CallWait:
+        """Return the wait of a call.
 
         Args:
             timeout: seconds; None for the group's timeout.
+            started: when the call started, by time.monotonic; None: when it first waits.
         """
         limit = self._gate.timeout if timeout is None else timeout
-        return CallWait(lambda: Wait(self._monitor, self.doing(), self._late, limit))
+        return CallWait(
+            lambda: Wait(self._monitor, self.doing(), self._late, limit, started, number=self._head()[0])
+        )
 
     def mismatch(
         self,

@@ -15,12 +15,14 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from .. import config
 from ..errors import AbortedError, CollectiveTimeoutError, GroupError, PeerDiedError
 from ..record import dump
 from ..record.recorder import GroupRecorder
 from ..system.processes import Member
+from .inquiry import Inquiry, Question
 
 _log = logging.getLogger("fastcoll")
 # The states of a rank. A rank is IN_ORDER until it publishes another state. A rank that is LEAVING starts no more
@@ -61,6 +63,8 @@ class Monitor(ABC):
         failure: why the group failed; set once.
         on_failure: a function that is called when `failure` has been set.
         record: the group's flight record (record/), in which this rank writes what it waits for.
+        inquiry: finds the ranks at fault when a call times out; None: they are those for which this rank waits.
+        larger: the call of a larger group that this group carries out a part of; None: this group is not a part.
         exit_reason: the text that the peers read when this rank leaves.
     """
 
@@ -68,6 +72,8 @@ class Monitor(ABC):
         self.failure: GroupError | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self.record: GroupRecorder | None = None
+        self.inquiry: Inquiry | None = None
+        self.larger: LargerCall | None = None
         self.members = list(members)
         self.exit_reason = describe_exit(None)
         self.rank = rank
@@ -177,14 +183,39 @@ class Monitor(ABC):
         return kind(text, blamed or [self.members[rank].rank])
 
 
+class LargerCall(NamedTuple):
+    """The call of a larger group, of which an internal group carries out a part.
+
+    The part ends at the deadline of the call. Its errors name the call, and the ranks at fault in the larger group.
+
+    Attributes:
+        monitor: the larger group's.
+        ranks: the internal group's members, as ranks of the larger group.
+        doing: returns the name of the call, for error texts.
+        number: the call's number in the larger group.
+        started: when the call started, by time.monotonic.
+        timeout: seconds that the call may take.
+    """
+
+    monitor: Monitor
+    ranks: Sequence[int]
+    doing: Callable[[], str]
+    number: int
+    started: float
+    timeout: float
+
+
 class Wait:
     """One blocked operation: its deadline, its warning in the log, and the check whether it can still complete.
+
+    In an internal group, the operation is a part of a call of the larger group (LargerCall), whose deadline it has.
 
     Args:
         doing: the call, for error texts: "all_reduce(float32, 4 elements, op=SUM), call 12".
         late: returns the group ranks that have not arrived.
         started: when the operation started, by time.monotonic; None: now.
         is_message: whether the operation is a message. Then p2p/checks.py records the wait, and `look` does not.
+        number: the number of the collective call in its group. With a number, the rank takes part in inquiries.
 
     Attributes:
         hint: a function that returns a text with another possible cause of the delay. The text begins with "; ", or is
@@ -199,33 +230,51 @@ class Wait:
         timeout: float,
         started: float | None = None,
         is_message: bool = False,
+        number: int | None = None,
     ) -> None:
-        self._monitor, self._doing, self._late, self._timeout = monitor, doing, late, timeout
-        self._is_message = is_message
-        self._started = time.monotonic() if started is None else started
+        self._monitor, self._late, self._is_message = monitor, late, is_message
+        self._began = time.monotonic() if started is None else started
+        self._larger = larger = monitor.larger
+        if larger is None:
+            self._judge, self._doing, self._part = monitor, doing, doing
+            self._started, self._timeout = self._began, timeout
+        else:
+            self._judge, self._doing, self._part = larger.monitor, larger.doing(), doing
+            self._started, self._timeout, number = larger.started, larger.timeout, larger.number
+        inquiry = self._judge.inquiry
+        self._question = None if inquiry is None or number is None else Question(inquiry, number)
         self._warn_after: float = config.get("FASTCOLL_WARN_AFTER")
         self._seen = False
         self.hint: Callable[[], str] = str
 
     def look(self) -> None:
         """Raise GroupError if the operation can never complete; else return, so that the kernel is called again."""
-        late = self._late()
+        members = self._late()
         if self._monitor.record is not None and not self._is_message:
             record = self._monitor.record
-            record.waits(0, self._doing, late, self._started, message=not record.is_in_call)
-        waited = time.monotonic() - self._started
-        found = self._monitor.decide(late, f"{self._doing}, waiting for {self._names(late)}")
-        if found is None and waited >= self._timeout:
+            record.waits(0, self._part, members, self._began, message=not record.is_in_call)
+        late = members if self._larger is None else [self._larger.ranks[member] for member in members]
+        now = time.monotonic()
+        waiting = f"{self._doing}, waiting for {self._names(late)}"
+        found = self._decide(late, members, waiting)
+        is_over = now - self._started >= self._timeout
+        at_fault: Sequence[int] | None = late if is_over else None
+        if self._question is not None:
+            at_fault = self._question.at_fault(late, is_over, now)
+        if found is None and at_fault is not None:
+            within = f"within the timeout of {self._timeout:g} s"
+            if not is_over:
+                within = "before the call timed out on another rank"
             found = CollectiveTimeoutError(
-                f"{self._doing}: {self._names(late)} did not arrive within the timeout of {self._timeout:g} s"
-                f"{self.hint()}",
-                [self._monitor.members[rank].rank for rank in late],
+                f"{self._doing}: {self._names(at_fault)} did not arrive {within}{self.hint()}",
+                [self._judge.members[rank].rank for rank in at_fault],
             )
+            self._seen |= self._question is not None  # the kernel has been called again since the timeout
         if found is not None and self._seen:
             # Raise without the tracebacks of earlier raises, which would keep their frames and arrays alive.
             raise found.with_traceback(None)
         self._seen = found is not None
-        if waited >= self._warn_after:
+        if (waited := now - self._began) >= self._warn_after:
             self._warn_after = float("inf")
             _log.warning("%s has waited %.0f s for %s%s", self._doing, waited, self._names(late), self.hint())
 
@@ -240,13 +289,28 @@ class Wait:
     def worked(self) -> None:
         """Raise an error if the group has failed or the timeout is over.
 
-        Called instead of `look` for an operation that has made progress, so the peers are not checked.
+        Called instead of `look` for an operation that has made progress. The peers are checked only after the timeout.
         """
         self._seen = False
-        if self._monitor.failure is not None:
-            raise self._monitor.failure.with_traceback(None)
+        if (failure := self._judge.failure or self._monitor.failure) is not None:
+            raise failure.with_traceback(None)
+        if self._question is not None:
+            self._question.answer()
         if time.monotonic() - self._started >= self._timeout:
-            raise CollectiveTimeoutError(f"{self._doing} is not complete after {self._timeout:g} s")
+            # If this rank was stopped, its peers have failed the group meanwhile.
+            raise self._decide([], [], self._doing) or CollectiveTimeoutError(
+                f"{self._doing} is not complete after {self._timeout:g} s"
+            )
+
+    def _decide(self, late: Sequence[int], members: Sequence[int], doing: str) -> GroupError | None:
+        """Return an error if the operation can never complete, else None.
+
+        It waits for the ranks `late`, which are `members` in an internal group.
+        """
+        found = self._judge.decide(late, doing)
+        if found is None and self._larger is not None:
+            found = self._monitor.decide(members, doing)
+        return found
 
     def _names(self, ranks: Sequence[int]) -> str:
-        return ", ".join(map(self._monitor.name, ranks)) or "nobody"
+        return ", ".join(map(self._judge.name, ranks)) or "nobody"

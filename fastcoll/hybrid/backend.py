@@ -25,6 +25,7 @@ from .. import config
 from ..core.backend import Backend, RecoveryEndpoint
 from ..core.group import ProcessGroup
 from ..core.message import Status
+from ..core.monitor import LargerCall
 from ..core.operands import LARGEST_TAG, Array, divide, sum_for
 from ..core.operation import Call, Operation
 from ..core.operations import KINDS
@@ -32,7 +33,14 @@ from ..core.partition import cut, shares
 from ..core.reduce_op import AVG, ReduceOp
 from ..core.travel import Narrow, add_lost
 from ..core.work import Work
-from ..errors import AbortedError, GroupError, MismatchError, PeerDiedError, StoreError
+from ..errors import (
+    AbortedError,
+    CollectiveTimeoutError,
+    GroupError,
+    MismatchError,
+    PeerDiedError,
+    StoreError,
+)
 from ..failpoints import reach
 from ..net.tcp import engine_layout as words
 from ..net.tcp.backend import TcpBackend
@@ -134,6 +142,10 @@ class HybridBackend(Backend):
         self._groups = list(groups)
         self.local = groups[0]
         self.rail = groups[1] if len(groups) > 1 else None
+        self._parts = [*zip(self._groups, (topology.local, topology.rail or ()), strict=False)]
+        # The ranks of a large group do not all have control connections; those of a rail have some of their own.
+        if self.rail is not None and isinstance(self.rail.backend, TcpBackend):
+            everyone.inquiry.listen(self.rail.backend.monitor, topology.rail or ())
         self._direct = DIRECT
         if self.gate.size > FLAT:
             self._direct = 0
@@ -184,9 +196,13 @@ class HybridBackend(Backend):
         calls = self._everyone.context
 
         def call() -> None:
-            before = calls[words.CALLS]
+            before, started = calls[words.CALLS], time.monotonic()
             try:
                 meeting()
+                # The internal groups wait until the deadline of this call.
+                timing = calls[words.CALLS], started, self.gate.timeout
+                for group, ranks in self._parts:
+                    group.monitor.larger = LargerCall(self.monitor, ranks, self._everyone.doing, *timing)
                 reach("hybrid.OPERATION.after_meeting", operation.kind)
                 _ALGORITHMS[operation.kind](self, operation)
                 reach("hybrid.OPERATION.before_done", operation.kind)
@@ -198,8 +214,10 @@ class HybridBackend(Backend):
                     self._everyone.interrupted(error, doing)
                     raise
                 # The error of an internal group names the rank that left this group; the monitor of all ranks knows why
-                # it left.
+                # it left. A timeout has found the rank at fault already.
                 failure, deadline = error, time.monotonic() + _REASON_SECONDS
+                if isinstance(error, CollectiveTimeoutError):
+                    deadline = 0.0
                 try:
                     while (found := self.monitor.decide([], doing)) is None and time.monotonic() < deadline:
                         time.sleep(0.01)

@@ -1,14 +1,11 @@
 """Groups besides the default one: new_group, and functions that divide the world into groups.
 
 All members must pass the same ranks. So each rank writes its request into the store, and a group is made only when
-all its members have made the same request.
+all its members have made the same request (group_requests.py).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,15 +14,14 @@ from zlib import crc32
 from ..core.group import ProcessGroup
 from ..core.operands import WORLD_OF_ONE, check_unused, positive_seconds, whole, wholes
 from ..core.work import Timeout
-from ..errors import MismatchError, UsageError
+from ..errors import UsageError
 from ..failpoints import reach
-from ..store.waiting import fetch_for
 from .backends import Backend, parse_backend
+from .group_requests import GroupRequest
 from .groups import Group, GroupMember, NonMember, get_backend_config, get_process_group_ranks, groups
 from .job import Job
 from .world import current_job
 
-_log = logging.getLogger("fastcoll")
 Made = ProcessGroup | NonMember
 
 
@@ -89,12 +85,13 @@ def new_group(
     with job.making(chosen, f"new_group({chosen})", counted=not use_local_synchronization):
         while True:
             key = _key(job, chosen, use_local_synchronization)
+            request = GroupRequest(job.lease, key, chosen, str(choice))
             if not use_local_synchronization or job.lease.rank in chosen:
-                _ask(job, key, chosen, str(choice))
+                request.publish()
                 reach("new_group.after_request")
             if job.lease.rank not in chosen and not splits:
                 return GroupMember.NON_GROUP_MEMBER
-            if _is_agreed(job, key, chosen, str(choice), limit, asked, splits):
+            if request.is_agreed(asked, limit, splits):
                 break
             job.lease.settle()
         group = None
@@ -250,100 +247,3 @@ def _key(job: Job, ranks: Sequence[int], only_members: bool) -> str:
         return f"group{job.number('all')}"
     label = f"members{crc32(repr(sorted(ranks)).encode()):08x}x{len(ranks)}"
     return f"{label}-{job.number(label)}"
-
-
-def _ask(job: Job, key: str, ranks: Sequence[int], backend: str) -> None:
-    """Publish the digest of this rank's request; all members read it.
-
-    The first rank with a given request also publishes the request's text, for the error if requests differ. If each of
-    10,000 ranks published the text, this would take 590 MB.
-    """
-    request = json.dumps([ranks, backend]).encode()
-    digest = _digest(request)
-    if job.lease.store.add(f"{key}/alike/{digest.hex()}", 1) == 1:
-        job.lease.store.set(f"{key}/request/{digest.hex()}", request)
-    job.lease.store.set(f"{key}/asked/{job.lease.rank}", digest)
-
-
-def _digest(request: bytes) -> bytes:
-    return hashlib.sha256(request).digest()
-
-
-def _is_agreed(
-    job: Job, key: str, ranks: Sequence[int], backend: str, limit: float, asked: Sequence[int], splits: bool
-) -> bool:
-    """Wait for the requests of the ranks `asked`, and return whether they are the same as this rank's.
-
-    False: the others have made another group, for which this rank has left out its call. This cannot happen if ranks
-    split the world's communicator (`splits`), because members then wait for all ranks.
-
-    Raises:
-        MismatchError: the requests differ for another reason.
-    """
-    answers = _answers(job, key, asked, limit, f"new_group({ranks})")
-    own = _digest(json.dumps([ranks, backend]).encode())
-    for rank, answer in zip(asked, answers, strict=True):
-        if answer == own:
-            continue
-        request = job.lease.store.get(f"{key}/request/{answer.hex()}")
-        other, theirs = json.loads(request)
-        left_out = None if splits else _left_out(job, key, rank, request, limit)
-        if left_out is None:
-            raise MismatchError(
-                f"new_group, call {key}: rank {job.lease.rank} asks for ranks {ranks} with {backend}, rank {rank} for "
-                f"ranks {other} with {theirs}; every rank must make the same groups in the same order"
-            )
-        _log.warning(
-            "rank %d has not called new_group(%s), as others have, and takes part in their next call of new_group; all "
-            "ranks of the world must call it, or pass use_local_synchronization=True",
-            job.lease.rank,
-            left_out,
-        )
-        return False
-    return True
-
-
-def _answers(job: Job, key: str, asked: Sequence[int], limit: float, doing: str) -> list[bytes]:
-    """Wait for the requests of these ranks, and return their digests."""
-    keys = {rank: f"{key}/asked/{rank}" for rank in asked}
-    missing = dict(keys)  # the keys that were not set at the last poll
-
-    def late() -> list[int]:
-        found = job.lease.store.peek([*missing.values()], 0)
-        for rank, answer in zip([*missing], found, strict=True):
-            if answer is not None:
-                del missing[rank]
-        return [*missing]
-
-    return fetch_for(
-        job.lease.store,
-        [*keys.values()],
-        [job.lease.members[rank] for rank in asked],
-        limit,
-        doing,
-        lambda: job.lease.raise_if_left(late(), doing),
-        lambda: ", ".join(str(job.lease.members[rank]) for rank in late()),
-    )
-
-
-def _left_out(job: Job, key: str, rank: int, request: bytes, limit: float) -> list[int] | None:
-    """Return the ranks of the group for which this rank has left out its call; None: it has left out no call.
-
-    `request` is the one that `rank` has published under `key`. This rank has left out a call in two cases:
-
-    1. `request` is for a group without this rank, and all members of that group have published the same request. Then
-       this rank has left out the call for that group.
-    2. This rank has published the same request in an earlier call, in which `rank` requested another group. Then this
-       rank has left out the call for that other group.
-    """
-    if not key.startswith("group"):
-        return None
-    ranks: list[int] = json.loads(request)[0]
-    if job.lease.rank not in ranks:
-        alike = set(_answers(job, key, ranks, limit, f"new_group({ranks}), which others call"))
-        return ranks if alike == {_digest(request)} else None
-    for number in range(int(key.removeprefix("group"))):
-        mine, theirs = job.lease.store.peek([f"group{number}/asked/{who}" for who in (job.lease.rank, rank)])
-        if mine == _digest(request) and theirs is not None and theirs != mine:
-            return list(json.loads(job.lease.store.get(f"group{number}/request/{theirs.hex()}"))[0])
-    return None

@@ -26,7 +26,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from .. import errors
-from ..errors import FastcollError, PeerDiedError, RendezvousError, StoreError
+from ..errors import AbortedError, FastcollError, GroupError, PeerDiedError, RendezvousError, StoreError
 from ..store.store import StalledError, Store, listed
 from ..store.table import MAX_KEYS_PER_REQUEST
 from ..store.waiting import LateWarning, fetch_for
@@ -47,7 +47,7 @@ _PUBLISHED: dict[str, type[FastcollError]] = {
     kind.__name__: kind
     for kind in (
         errors.UsageError, errors.UnavailableError, errors.ResourceError, RendezvousError, errors.StoreTimeoutError,
-        PeerDiedError,
+        PeerDiedError, AbortedError,
     )
 }  # fmt: skip
 
@@ -123,6 +123,16 @@ class Meeting:
     def learned(self, place: int, value: bytes) -> None:
         """Handle a member's contribution. Called once for each member; an exception ends the meeting."""
 
+    def look_at_missing(self, places: Sequence[int]) -> None:
+        """Raise if a member whose contribution is missing will not come. Called a few times a second during a wait.
+
+        `places`: those of the missing contributions, among the ones that this member reads.
+        """
+
+    def key_of(self, place: int) -> str:
+        """Return the key of the contribution of the member at `place`."""
+        return member_key(self.name, place)
+
     def names(self, places: Sequence[int]) -> str:
         """Return the names of the members at these places, for messages about missing members."""
         return listed(places)
@@ -137,12 +147,16 @@ class Meeting:
 
     def gather(self, mine: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
         """Write this member's contribution; return the value that `combine` makes of all contributions at place 0."""
-        self.store.set(member_key(self.name, self.place), mine)
+        self.store.set(self.key_of(self.place), mine)
         self._between()
+        return self.collect(combine)
+
+    def collect(self, combine: Callable[[list[bytes]], bytes]) -> bytes:
+        """Do what `gather` does after this member has written its contribution."""
         if self.place == 0:
             while self._sought:
                 places = list(islice(self._sought, MAX_KEYS_PER_REQUEST))
-                self._learn(places, self.wait([member_key(self.name, place) for place in places]))
+                self._learn(places, self.wait([self.key_of(place) for place in places]))
             value = combine([self.known[place] for place in range(self.size)])
             if self._end.decide(MET, value):
                 return value
@@ -228,7 +242,7 @@ class Meeting:
             error = RendezvousError(text)
         if type(error).__name__ not in _PUBLISHED:
             return
-        ranks = error.ranks if isinstance(error, PeerDiedError) else ()
+        ranks = error.ranks if isinstance(error, GroupError) else ()
         record = json.dumps({"kind": type(error).__name__, "text": text, "ranks": list(ranks)}).encode()
         before = self.store.timeout
         self.store.set_timeout(min(before.total_seconds(), _PUBLISH_SECONDS))
@@ -246,7 +260,8 @@ class Meeting:
     def _look_around(self) -> None:
         """Raise a failure that was published, and read new contributions. Called between two short waits."""
         sought = list(self._sought)
-        self._learn(sought, self._look_at([member_key(self.name, place) for place in sought]))
+        self._learn(sought, self._look_at([self.key_of(place) for place in sought]))
+        self.look_at_missing(list(self._sought))
         if self.place == 0 and self._published_missing != (missing := self.missing()):
             self._published_missing = missing
             self.publish("missing", missing.encode())
@@ -271,7 +286,7 @@ class Meeting:
             ranks = [int(rank) for rank in found["ranks"]]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise StoreError(f"the error of the failed meeting cannot be read: {end[1:81]!r}") from error
-        raise PeerDiedError(text, ranks) if kind is PeerDiedError else kind(text)
+        raise kind(text, ranks) if issubclass(kind, GroupError) else kind(text)
 
     def _learn(self, places: Sequence[int], values: Sequence[bytes | None]) -> None:
         for place, value in zip(places, values, strict=True):

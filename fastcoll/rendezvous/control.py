@@ -1,18 +1,20 @@
 """The control connections of one rank in a group: the notices that its peers send, and the decisions based on them.
 
 Notices are sent without blocking, and read when the monitor polls; no thread waits for them. A rank sends at most two
-notices, for which the kernel's buffers always have room.
+notices that it leaves or fails, and MOST_WAITING that it waits, for which the kernel's buffers always have room.
 
 Every notice has 1,312 bytes, so that the receiver need not trust a length that a peer sends (big-endian):
 
     offset  bytes  field
     0       8      magic "FASTNOTE"
-    8       1      state of the sender: 1 has left without a failure, 2 has failed the group, 3 is leaving it
+    8       1      state of the sender: 1 has left without a failure, 2 has failed the group, 3 is leaving it, 4 waits
+                   in a call that has timed out (core/inquiry.py)
     9       1      cause: 1 a process died or cannot be reached, 2 a process did not come in time, 0 otherwise
     10      2      number of ranks at fault
     12      4      group rank of the first sender (other ranks may forward the notice)
     16      4      length of the text
-    20      12     zero
+    20      8      state 4: number of the call; else zero
+    28      4      zero
     32      256    global ranks at fault, 4 bytes each
     288     1024   text, UTF-8
 """
@@ -39,8 +41,11 @@ from ..system.processes import Member, dead_among, describe_gone
 _MAGIC = b"FASTNOTE"
 MOST_RANKS = 64
 TEXT_BYTES = 1024
+WAITING = 4  # the state in a notice; the other states are those of core/monitor.py
+MOST_WAITING = 8
+"""How many notices a rank sends that it waits. More than one is rare: a call that has timed out must complete yet."""
 _DIED, _LATE = 1, 2
-_FORMAT = struct.Struct(f"!8sBBHII12s{MOST_RANKS}I{TEXT_BYTES}s")
+_FORMAT = struct.Struct(f"!8sBBHIIQ4s{MOST_RANKS}I{TEXT_BYTES}s")
 NOTICE_SIZE = _FORMAT.size
 
 
@@ -50,9 +55,9 @@ class NoticeError(ValueError):
 
 @dataclass(frozen=True)
 class Notice:
-    """The message that a rank has left the group, has failed it, or is leaving it.
+    """The message that a rank has left the group, has failed it, is leaving it, or waits in a call.
 
-    `state` is LEFT, FAILED or LEAVING (core/monitor.py).
+    `state` is LEFT, FAILED or LEAVING (core/monitor.py), or WAITING.
     """
 
     state: int
@@ -61,6 +66,7 @@ class Notice:
     died: bool = False  # whether the ranks at fault died or cannot be reached
     late: bool = False  # whether the ranks at fault did not come in time
     text: str = ""  # the reason
+    number: int = 0  # of the call in which a rank is WAITING
 
     def to_bytes(self) -> bytes:
         """Return the notice as bytes, with at most 1 KiB of text and MOST_RANKS ranks."""
@@ -69,18 +75,19 @@ class Notice:
         filled = (*ranks, *[0] * (MOST_RANKS - len(ranks)))
         what = _DIED if self.died else _LATE if self.late else 0
         head = self.state, what, len(ranks), self.origin, len(text)
-        return _FORMAT.pack(_MAGIC, *head, bytes(12), *filled, text)
+        return _FORMAT.pack(_MAGIC, *head, self.number, bytes(4), *filled, text)
 
     @classmethod
     def from_bytes(cls, data: bytes, size: int) -> Notice:
         """Parse a notice of a rank in a group of `size`, or raise NoticeError."""
-        magic, state, what, count, origin, length, zero, *ranks, text = _FORMAT.unpack(data)
-        known = magic == _MAGIC and state in (LEFT, FAILED, LEAVING) and what in (0, _DIED, _LATE)
+        magic, state, what, count, origin, length, number, zero, *ranks, text = _FORMAT.unpack(data)
+        known = magic == _MAGIC and state in (LEFT, FAILED, LEAVING, WAITING) and what in (0, _DIED, _LATE)
+        known &= (number > 0) == (state == WAITING)
         bounded = count <= MOST_RANKS and origin < size and length <= TEXT_BYTES
         if not known or not bounded or any(zero):
             raise NoticeError(f"not a notice: {data[:32]!r}")
         why = text[:length].decode(errors="replace")
-        return cls(state, origin, tuple(ranks[:count]), what == _DIED, what == _LATE, why)
+        return cls(state, origin, tuple(ranks[:count]), what == _DIED, what == _LATE, why, number)
 
 
 logger = logging.getLogger("fastcoll")
@@ -96,12 +103,15 @@ class Control:
         received: group rank -> its first notice or, if that was LEAVING, the next one.
         lost: group rank -> how its connection ended, for error texts; also set if the rank has left or failed before.
         peers: group ranks to which there is, or was, a connection.
+        waiting: group rank -> the highest number of a call in its notices that it waits.
     """
 
     def __init__(self, size: int) -> None:
         self.received: dict[int, Notice] = {}
         self.lost: dict[int, str] = {}
         self.peers: set[int] = set()
+        self.waiting: dict[int, int] = {}
+        self._told: list[int] = []  # the numbers that `tell_waiting` has sent
         self._size = size
         self._lock = threading.RLock()
         # True while a `look` is reading, which a signal handler that also calls `look` may have interrupted.
@@ -135,6 +145,15 @@ class Control:
             end = time.monotonic() + _SENT_SECONDS
             while any(map(holds_bytes, connections)) and time.monotonic() < end:
                 time.sleep(0.0005)
+
+    def tell_waiting(self, rank: int, number: int) -> None:
+        """Send all peers the notice that this rank waits in a call, or in an earlier one, unless it was sent before."""
+        with self._lock:
+            if len(self._told) < MOST_WAITING and number > max(self._told, default=0):
+                self._told.append(number)
+                data = Notice(WAITING, rank, number=number).to_bytes()
+                for _, connection, _ in list(self._links.values()):
+                    _send(connection, data)
 
     def look(self, again: bool = False) -> None:
         """Read the notices that have come. Never blocks.
@@ -202,7 +221,9 @@ class Control:
             self._lose(fd, peer, "its host cannot be reached" if vanished else str(error.strerror))
 
     def _receive(self, peer: int, notice: Notice) -> None:
-        if peer not in self.received or self.received[peer].state == LEAVING:
+        if notice.state == WAITING:
+            self.waiting[peer] = max(notice.number, self.waiting.get(peer, 0))
+        elif peer not in self.received or self.received[peer].state == LEAVING:
             self.received[peer] = notice
 
     def _lose(self, fd: int, peer: int, how: str) -> None:
@@ -260,6 +281,17 @@ class NetMonitor(Monitor):
         """Return the members with a broken connection that have neither left nor failed; for `gone_among`."""
         self._control.look()
         return self._suspects()
+
+    def tell_waiting(self, number: int) -> None:
+        """See core/inquiry.py, as for the two methods below."""
+        self._control.tell_waiting(self.rank, number)
+
+    def told_waiting(self) -> dict[int, int]:
+        self._control.look()
+        return self._control.waiting.copy()
+
+    def hears(self, rank: int) -> bool:
+        return rank in self._control.peers
 
     def has_left(self, rank: int) -> bool:
         self._control.look()

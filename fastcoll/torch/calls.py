@@ -29,24 +29,14 @@ _SUM, _PREMUL_SUM = dist.ReduceOp.SUM, dist.ReduceOp.PREMUL_SUM
 _UNSET = timedelta()  # zero or less means the group's timeout; torch uses negative values
 
 
-def options(
-    kind: Any,
-    short: Sequence[Any],
-    *,
-    opts: Any = None,
-    op: Any = None,
-    root: Any = None,
-    timeout: Any = None,
-) -> Any:
-    """Return a call's options as torch's type `kind`.
+def options(kind: Any, *short: Any, op: Any = None, root: Any = None, timeout: Any = None) -> Any:
+    """Return a call's options as torch's type `kind`, which `short` may already have.
 
     The short form of a call has op, root and timeout instead of options. They are passed by name, or by position in any
     order; then their types tell which is which.
     """
-    if len(short) == 1 and type(short[0]) is kind:
-        return short[0]
     values = {"reduceOp": op, "rootRank": root, "timeout": timeout}
-    for value in (*short, opts):
+    for value in short:
         if isinstance(value, kind):
             return value
         if value is not None:
@@ -77,12 +67,11 @@ class _Collective:
 
 def _notify_modes(name: str) -> None:
     """Notify dispatch modes that count collectives (CommDebugMode), because this call bypasses torch's dispatcher."""
-    if _len_torch_dispatch_stack():
-        from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-        for mode in _get_current_dispatch_mode_stack():
-            if hasattr(mode, "comm_counts"):
-                mode.__torch_dispatch__(_Collective(name), ())
+    for mode in _get_current_dispatch_mode_stack():
+        if hasattr(mode, "comm_counts"):
+            mode.__torch_dispatch__(_Collective(name), ())
 
 
 def recorded(call: Callable[..., _T]) -> Callable[..., _T]:
@@ -104,7 +93,8 @@ def run(
 
     Without asyncOp return None, as NCCL's groups do: to make a Work of torch takes 0.7 us.
     """
-    _notify_modes(name)
+    if _len_torch_dispatch_stack():
+        _notify_modes(name)
     if profiler._is_profiler_enabled:
         call = recorded(call)
     limit = limit_of(opts)
@@ -122,7 +112,8 @@ def run_each(
     name: str, opts: Any, tensors: Tensors, call: Callable[..., Work | None], calls: Sequence[tuple[Any, ...]]
 ) -> DoneWork:
     """Carry out several operations of one kind as one operation of torch."""
-    _notify_modes(name)
+    if _len_torch_dispatch_stack():
+        _notify_modes(name)
     call = recorded(call)
     work = PendingWork([started(call, args) for args in calls], tensors, limit_of(opts))
     if not is_async(opts):

@@ -71,8 +71,10 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # ---- reductions -------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Any, *short: Any, **named: Any) -> DoneWork | None:
-        opts, x = c.options(c10d.AllreduceOptions, short, **named), c.only("tensors", tensors)
+    def allreduce(self, tensors: Any, opts: Any = None, *short: Any, **named: Any) -> DoneWork | None:
+        if type(opts) is not c10d.AllreduceOptions:
+            opts = c.options(c10d.AllreduceOptions, opts, *short, **named)
+        x = c.only("tensors", tensors)
         if getattr(x, "is_sparse", False):
             return c.run("allreduce_", opts, [x], all_reduce_sparse, self.fastcoll, x, c.op(opts))
         return c.run("allreduce_", opts, [x], self.fastcoll.fast.all_reduce, x, c.op(opts))
@@ -83,12 +85,17 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         reduce = self.fastcoll.fast.all_reduce_coalesced
         return c.run("allreduce_coalesced_", opts, tensors, reduce, tensors, c.op(opts))
 
-    def reduce(self, tensors: Any, *short: Any, **named: Any) -> DoneWork | None:
-        opts, x = c.options(c10d.ReduceOptions, short, **named), c.only("tensors", tensors)
+    def reduce(self, tensors: Any, opts: Any = None, *short: Any, **named: Any) -> DoneWork | None:
+        if type(opts) is not c10d.ReduceOptions:
+            opts = c.options(c10d.ReduceOptions, opts, *short, **named)
+        x = c.only("tensors", tensors)
         return c.run("reduce_", opts, [x], self.fastcoll.fast.reduce, x, c.root(opts), c.op(opts))
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork | None:
-        opts = c.options(c10d.ReduceScatterOptions, short, **named)
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, *short: Any, **named: Any
+    ) -> DoneWork | None:
+        if type(opts) is not c10d.ReduceScatterOptions:
+            opts = c.options(c10d.ReduceScatterOptions, opts, *short, **named)
         out, blocks = c.only("outputs", outputs), c.only_list("inputs", inputs)
         return c.run(
             "reduce_scatter_", opts, [out], self.fastcoll.fast.reduce_scatter, out, blocks, c.op(opts)
@@ -109,12 +116,18 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # ---- moves ------------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: Any, *short: Any, **named: Any) -> DoneWork | None:
-        opts, x = c.options(c10d.BroadcastOptions, short, **named), c.only("tensors", tensors)
+    def broadcast(self, tensors: Any, opts: Any = None, *short: Any, **named: Any) -> DoneWork | None:
+        if type(opts) is not c10d.BroadcastOptions:
+            opts = c.options(c10d.BroadcastOptions, opts, *short, **named)
+        x = c.only("tensors", tensors)
         return c.run("broadcast_", opts, [x], self.fastcoll.fast.broadcast, x, c.root(opts))
 
-    def allgather(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork | None:
-        opts, outs = c.options(c10d.AllgatherOptions, short, **named), c.only_list("outputs", outputs)
+    def allgather(
+        self, outputs: Any, inputs: Any, opts: Any = None, *short: Any, **named: Any
+    ) -> DoneWork | None:
+        if type(opts) is not c10d.AllgatherOptions:
+            opts = c.options(c10d.AllgatherOptions, opts, *short, **named)
+        outs = c.only_list("outputs", outputs)
         return c.run("allgather_", opts, outs, self.fastcoll.fast.all_gather, outs, c.only("inputs", inputs))
 
     def all_gather_single(
@@ -142,18 +155,26 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         gather = self.fastcoll.fast.all_gather_coalesced
         return c.run("allgather_coalesced_", opts, flat, gather, lists, inputs)
 
-    def gather(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork | None:
-        opts, x = c.options(c10d.GatherOptions, short, **named), c.only("inputs", inputs)
+    def gather(
+        self, outputs: Any, inputs: Any, opts: Any = None, *short: Any, **named: Any
+    ) -> DoneWork | None:
+        if type(opts) is not c10d.GatherOptions:
+            opts = c.options(c10d.GatherOptions, opts, *short, **named)
+        x = c.only("inputs", inputs)
         outs = c.only_list("outputs", outputs) if outputs else None
         return c.run("gather_", opts, outs or [], self.fastcoll.fast.gather, x, outs, opts.rootRank)
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> DoneWork | None:
-        opts = c.options(c10d.GatherOptions, (opts,))
+        opts = c.options(c10d.GatherOptions, opts)
         whole = output if opts.rootRank == self.fastcoll.rank else None
         return c.run("gather_", opts, [output], self.fastcoll.fast.gather_single, input, whole, opts.rootRank)
 
-    def scatter(self, outputs: Any, inputs: Any, *short: Any, **named: Any) -> DoneWork | None:
-        opts, out = c.options(c10d.ScatterOptions, short, **named), c.only("outputs", outputs)
+    def scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, *short: Any, **named: Any
+    ) -> DoneWork | None:
+        if type(opts) is not c10d.ScatterOptions:
+            opts = c.options(c10d.ScatterOptions, opts, *short, **named)
+        out = c.only("outputs", outputs)
         blocks = c.only_list("inputs", inputs) if inputs else None
         return c.run("scatter_", opts, [out], self.fastcoll.fast.scatter, out, blocks, opts.rootRank)
 
@@ -166,15 +187,19 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         input: torch.Tensor,
         output_splits: Sequence[int] = (),
         input_splits: Sequence[int] = (),
+        opts: Any = None,
         *short: Any,
         **named: Any,
     ) -> DoneWork | None:
-        opts, exchange = c.options(c10d.AllToAllOptions, short, **named), self.fastcoll.fast.all_to_all_single
+        if type(opts) is not c10d.AllToAllOptions:
+            opts = c.options(c10d.AllToAllOptions, opts, *short, **named)
+        exchange = self.fastcoll.fast.all_to_all_single
         outs, ins = output_splits or None, input_splits or None  # an empty list means equal parts
         return c.run("alltoall_base_", opts, [output], exchange, output, input, outs, ins)
 
-    def barrier(self, *short: Any, **named: Any) -> DoneWork | None:
-        opts = c.options(c10d.BarrierOptions, short, **named)
+    def barrier(self, opts: Any = None, *short: Any, **named: Any) -> DoneWork | None:
+        if type(opts) is not c10d.BarrierOptions:
+            opts = c.options(c10d.BarrierOptions, opts, *short, **named)
         # Here the timeout is that of the barrier itself, not of waiting for its Work.
         barrier = c.recorded(self.fastcoll.fast.barrier)
         if c.is_async(opts):

@@ -8,6 +8,7 @@ success.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -18,13 +19,17 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work as TorchWork
+from torch.autograd import Variable
 
+from ..core.profiler import later_wait
 from ..core.work import Work
 from ..errors import CollectiveTimeoutError
 
 _log = logging.getLogger("fastcoll")
 _IDLE_SECONDS = 5.0
 _NO_LIMIT = timedelta()  # means "no timeout" in C++, as do negative values
+
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 Job = Callable[[], None]
 
@@ -90,6 +95,15 @@ class DoneWork(TorchWork):  # type: ignore[misc]
             base.set_result(list(self._tensors))
             return base
         if self._future is None:
+            if self._works[0].profiled is not None:
+                # At the end of backward() DDP's reducer, in C++, blocks for these futures, which no `wait` of Python
+                # sees. A callback that is queued now runs just before that. The caller is the reducer, for which the
+                # innermost frame of Python is backward()'s, or one of torch's hooks for it.
+                caller = sys._getframe(1)
+                is_reducer = caller.f_code.co_name == "_engine_run_backward"
+                if is_reducer or caller.f_globals["__name__"].startswith(_HOOKS):
+                    for work in self._works:
+                        Variable._execution_engine.queue_callback(later_wait(work))
             # `outcome` does not use `self`, because a future that held this Work would keep itself alive.
             works, tensors = self._works, list(self._tensors)
 

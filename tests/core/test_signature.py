@@ -47,7 +47,7 @@ def test_dtypes_without_a_name_differ(parts: tuple[int, ...]) -> None:
 
 WORD = 1 << 64
 NBYTES = st.one_of(st.integers(-1, 9), st.integers(-1, 1 << 48))
-TABLES = st.integers(2, 18).flatmap(
+TABLES = st.integers(2, 6).flatmap(
     lambda n: st.lists(st.lists(NBYTES, min_size=n, max_size=n), min_size=n, max_size=n)
 )
 

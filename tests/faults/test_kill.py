@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from faults import failing_victims
@@ -24,17 +26,23 @@ LARGE = [op for op in OPERATIONS if op != "barrier"]
 PUT = ["symmetric.after_put", "symmetric.before_signal", "symmetric.after_segment"]
 # The rank that reads the others' arrays.
 READERS = {"broadcast": 1, "all_gather": 2, "gather": 0, "scatter": 1, "all_to_all": 0}
+SOME = ["all_reduce", "broadcast", "all_to_all", "barrier"]
+"""Operations of every kind: those that reduce, that have a root, and that have blocks for each rank."""
 LONG_MESSAGE = ["piece_sent@9", "piece_read@9", "before_ack@3"]
 
 
-@pytest.mark.parametrize("op", OPERATIONS)
+def some_long(operations: list[str]) -> list[Any]:
+    return [op if op in SOME else pytest.param(op, marks=pytest.mark.long) for op in operations]
+
+
+@pytest.mark.parametrize("op", some_long(OPERATIONS))
 def test_killed_rank_of_a_short_call(op: str) -> None:
     places = enumerate(PHASES, OPERATIONS.index(op))
     worlds = [die(op, f"shm.{op}.{phase}", SHORT, number % 3, "auto") for number, phase in places]
     see(worlds, calls=list(PHASES.values()))
 
 
-@pytest.mark.parametrize("op", LARGE)
+@pytest.mark.parametrize("op", some_long(LARGE))
 def test_killed_rank_of_a_long_call(op: str) -> None:
     places = enumerate(["mid_chunk@3", "after_meeting", "before_done"], LARGE.index(op))
     see([die(op, f"shm.{op}.{place}", LONG, number % 3) for number, place in places])
@@ -55,7 +63,7 @@ def test_killed_rank_of_a_short_message(op: str) -> None:
     see([die(op, f"shm.{place}", SHORT, number % 3) for number, place in enumerate(places)])
 
 
-@pytest.mark.parametrize("op", ["send_recv", "batch_isend_irecv"])
+@pytest.mark.parametrize("op", ["send_recv", pytest.param("batch_isend_irecv", marks=pytest.mark.long)])
 def test_killed_rank_of_a_long_message(op: str) -> None:
     see([die(op, f"shm.message.{place}", LONG, number) for number, place in enumerate(LONG_MESSAGE)])
 
@@ -66,14 +74,17 @@ def test_killed_rank_of_a_call_in_symmetric_memory() -> None:
     see([*worlds, die(op, "shm.symmetric.piece_stored@30", LONG, 0, n=4)])
 
 
-@pytest.mark.parametrize("how", ["direct", "shared"])
+@pytest.mark.parametrize("how", [pytest.param("direct", marks=pytest.mark.long), "shared"])
 def test_killed_reader_of_arrays_in_place(how: str) -> None:
     see([die(op, "shm.single_copy.piece_read@3", LONG, reader, how) for op, reader in READERS.items()])
 
 
-def test_killed_rank_of_a_reduction_of_arrays_in_place() -> None:
-    worlds = [die(op, "shm.single_copy.piece_read@3", LONG, 0, "direct") for op in ("all_reduce", "reduce")]
-    worlds += [die("all_reduce", "shm.single_copy.pushing@9", LONG, 1, "shared")]
+def test_killed_rank_that_reads_arrays_directly() -> None:
+    see([die(op, "shm.single_copy.piece_read@3", LONG, 0, "direct") for op in ("all_reduce", "reduce")])
+
+
+def test_killed_rank_of_a_reduction_of_shared_arrays() -> None:
+    worlds = [die("all_reduce", "shm.single_copy.pushing@9", LONG, 1, "shared")]
     worlds += [die("reduce", "shm.reduce.after_publish", LONG, 2, "shared")]
     worlds += [die("reduce_scatter", "shm.reduce_scatter.mid_chunk", LONG, 0, "shared")]
     see(worlds)

@@ -71,7 +71,7 @@ def of_short_calls(op: str) -> list[tuple[object, ...]]:
     return [die(op, f"tcp.{op}.{phase}", SHORT, number % 3, "tcp") for number, phase in enumerate(PHASES)]
 
 
-@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "barrier"])
+@pytest.mark.parametrize("op", ["all_reduce", pytest.param("all_gather", marks=pytest.mark.long), "barrier"])
 def test_killed_rank_of_a_short_call(op: str) -> None:
     see(of_short_calls(op), calls=list(PHASES.values()))
 
@@ -123,17 +123,17 @@ def test_killed_rank_of_two_nodes(op: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("op", BY_NODES)
+@pytest.mark.parametrize("op", [op for op in BY_NODES if op != "barrier"])
 def test_killed_rank_of_two_nodes_whose_ranks_meet_by_nodes(op: str) -> None:
-    see(by_nodes(op, SHORT))
-    if op not in ("barrier", "all_reduce"):
-        see(by_nodes(op, LONG))
+    worlds = by_nodes(op, SHORT)
+    see(worlds if op == "all_reduce" else [*worlds, *by_nodes(op, LONG)])
 
 
 def test_killed_rank_in_a_barrier_by_nodes() -> None:
     see(by_nodes("barrier", SHORT))
 
 
+@pytest.mark.long
 def test_killed_rank_that_meets_those_of_other_nodes() -> None:
     see(in_meetings(), calls=[(4, 5)] * len(VICTIMS))
 

@@ -22,9 +22,7 @@ def dawdle(a, b):
     return a
 
 
-@pytest.mark.ranks(2, fresh=True, may_die=(1,))
-@pytest.mark.parametrize("how", ["leaves", pytest.param("dies", marks=pytest.mark.long)])
-def test_a_rank_may_leave_or_die_when_its_part_is_done(rank, world_size, how):
+def finish_early(rank, dies):
     """Rank 1 arrives late and finishes long before rank 0, which checks its peers several times meanwhile."""
     op = ReduceOp.custom(dawdle)
     dist.reduce(np.ones(8), 0, op)
@@ -34,11 +32,22 @@ def test_a_rank_may_leave_or_die_when_its_part_is_done(rank, world_size, how):
     if rank == 1:
         until(lambda: any(each.late == 1 for each in read(first).groups))
     group.reduce(x, 0, op)
-    if rank == 1 and how == "dies":
+    if rank == 1 and dies:
         os._exit(0)
     group.close()
     assert np.isfinite(x).all()
     assert ((x == 1) == (rank == 1)).all()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_may_leave_when_its_part_is_done(rank):
+    finish_early(rank, dies=False)
+
+
+@pytest.mark.long
+@pytest.mark.ranks(2, fresh=True, may_die=(1,))
+def test_a_rank_may_die_when_its_part_is_done(rank):
+    finish_early(rank, dies=True)
 
 
 TRAIN = """

@@ -136,6 +136,7 @@ def test_wrong_arguments() -> None:
             dist.shrink(dist.GroupMember.NON_GROUP_MEMBER)
 
 
+@pytest.mark.long
 def test_the_program_of_the_page(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "elastic.md").read_text().partition("\n## Shrink\n")[2]
     (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

@@ -42,37 +42,48 @@ def error_of(work):
     except dist.FastcollError as error:
         return error
 
-def work(what):
-    group = dist.new_group(timeout=60)
-    x = np.ones(100_000, np.float32)
-    dist.all_reduce(x[:4], group=group)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        free = os.statvfs("/dev/shm")
-        os.posix_fallocate(os.open("/dev/shm/filler", os.O_CREAT | os.O_RDWR), 0, free.f_bavail * free.f_frsize)
-    dist.barrier()
-    try:
+def call(what, x, group):
+    if what == "all_reduce":
+        dist.all_reduce(x, group=group)
+    elif what == "async":
+        dist.all_reduce(x, group=group, async_op=True).wait()
+    elif dist.get_rank() == 1:
+        dist.recv(x[:9], 0, group=group)
+    elif what == "send":
+        dist.send(x[:9], 1, group=group)
+    else:
+        works = [dist.irecv(x[9:], 1, group=group)] if what == "irecv" else []
+        works.append(dist.isend(x[:9], 1, group=group))
+        raise [error_of(work) for work in works][0]
+    return "no error"
+
+def work():
+    said = []
+    for what in ("all_reduce", "async", "send", "isend", "irecv"):
+        group = dist.new_group(timeout=60)
+        x = np.ones(100_000, np.float32)
+        dist.all_reduce(x[:4], group=group)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            free, filler = os.statvfs("/dev/shm"), os.open("/dev/shm/filler", os.O_CREAT | os.O_RDWR)
+            os.posix_fallocate(filler, 0, free.f_bavail * free.f_frsize)
+        dist.barrier()
         for _ in range(3):
             dist.all_reduce(x[:4], group=group)  # small calls need no more memory
-        if what == "all_reduce":
-            dist.all_reduce(x, group=group)
-        elif what == "async":
-            dist.all_reduce(x, group=group, async_op=True).wait()
-        elif dist.get_rank() == 1:
-            dist.recv(x[:9], 0, group=group)
-        elif what == "send":
-            dist.send(x[:9], 1, group=group)
-        else:
-            works = [dist.irecv(x[9:], 1, group=group)] if what == "irecv" else []
-            works.append(dist.isend(x[:9], 1, group=group))
-            raise [error_of(work) for work in works][0]
-        return "no error"
-    except dist.FastcollError as error:
-        return f"{type(error).__name__}: {error}".replace("\\n", " ")
+        try:
+            said.append(f"{what}: {call(what, x, group)}")
+        except dist.FastcollError as error:
+            said.append(f"{what}: {type(error).__name__}: {error}".replace("\\n", " "))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            os.close(filler)
+            os.unlink("/dev/shm/filler")
+        dist.destroy_process_group(group)
+    return said
 
 if __name__ == "__main__":
-    for text in dist.run(work, 2, ("WHAT",)):
-        print("RESULT", text)
+    for said in zip(*dist.run(work, 2)):
+        print("RESULT", *said, sep="\\t")
 """
 
 
@@ -126,12 +137,14 @@ def test_small_shared_memory_means_smaller_segments(tmp_path):
     assert run_behind(tmp_path, SHM.format("size=1m")) == ["RESULT 0 "] * 2
 
 
-@pytest.mark.parametrize("what", ["all_reduce", "async", "send", "isend", "irecv"])
-def test_memory_that_is_full_when_a_group_needs_more_is_an_error_on_every_rank(tmp_path, what):
+def test_memory_that_is_full_when_a_group_needs_more_is_an_error_on_every_rank(tmp_path):
     """The error names the rank that could not get memory, and what to do."""
-    results = run_behind(tmp_path, SHM.format("size=32m"), FULL.replace("WHAT", what))
-    assert all("KiB are needed" in text and "--shm-size" in text for text in results), results
-    assert any(text.startswith("RESULT ResourceError: /dev/shm has ") for text in results), results
+    results = run_behind(tmp_path, SHM.format("size=32m"), FULL)
+    assert len(results) == 5, results
+    for said in results:
+        _, *ranks = said.split("\t")
+        assert all("KiB are needed" in text and "--shm-size" in text for text in ranks), said
+        assert any(": ResourceError: /dev/shm has " in text for text in ranks), said
 
 
 def test_shared_arrays_beyond_the_free_memory_are_ordinary_ones(tmp_path):

@@ -259,12 +259,16 @@ PROGRAMS = {
 """Ranks, words of a slot, and calls."""
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+def long(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("name", [long(name) if name == "three ranks" else name for name in PROGRAMS])
 def test_every_order_ends_well(name: str) -> None:
     assert Model(*PROGRAMS[name]).explore() > 100
 
 
-@pytest.mark.parametrize("name", ["reductions", "mismatch"])
+@pytest.mark.parametrize("name", ["reductions", long("mismatch")])
 def test_no_call_succeeds_with_a_wrong_result_when_a_rank_fails(name: str) -> None:
     assert Model(*PROGRAMS[name], stopped=1).explore() > 100
 

@@ -345,6 +345,7 @@ def test_a_peer_that_leaves_ends_the_call(count):
             made[0].broadcast(FakeArray(np.ones(count)), 0)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.ranks(2, fresh=True, may_die=[1], timeout=120)
 def test_a_killed_peer_leaves_nothing_on_the_gpu(rank):

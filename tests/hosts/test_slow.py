@@ -84,6 +84,7 @@ def test_all_results_are_right_over_a_slow_network(
             assert part["seconds"] > 3 * settings.get("least", 0.0), part
 
 
+@pytest.mark.long  # tests/faults has it over a fast network
 def test_survivors_shrink_over_a_slow_network(slowly: Slowly) -> None:
     with running(slowly(3, least=0.03, most=0.06), 1, "shrink", "0") as nodes:
         finish(nodes)
@@ -93,6 +94,7 @@ def test_survivors_shrink_over_a_slow_network(slowly: Slowly) -> None:
             assert [line["shrunk"] for line in said(node, "shrunk")] == [2], output_of(nodes)
 
 
+@pytest.mark.long  # a lossy network, above, also sends again and only delays
 def test_a_link_that_comes_back_in_time_only_delays(slowly: Slowly, tmp_path: Path) -> None:
     """Ranks survive an outage of up to 4 s: one of a host for 1 s, and one in one direction only for 3 s."""
     network = slowly(3, least=0.01, most=0.03)

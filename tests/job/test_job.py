@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -14,12 +13,10 @@ from typing import Any
 import pytest
 
 from fastcoll.job import lease as leases
-from fastcoll.job import subgroups
 from fastcoll.job.backends import parse_backend
 from fastcoll.job.job import Job
 from fastcoll.job.lease import StoreLease
-from fastcoll.store import HashStore, Store, TCPStore, tcp_store, waiting
-from fastcoll.store.table import Missing, StoreRequest
+from fastcoll.store import HashStore, Store, TCPStore, tcp_store
 from fastcoll.system.processes import Member
 
 SERVE = """
@@ -50,49 +47,6 @@ def test_a_stopped_store_does_not_delay_leaving(monkeypatch: pytest.MonkeyPatch)
             assert store.timeout == timedelta(seconds=3000)
         finally:
             server.kill()
-
-
-class Counting(HashStore):
-    """A store that counts requests, keys and bytes."""
-
-    requests = keys = nbytes = 0
-
-    def _ask(self, request: StoreRequest) -> list[bytes] | Missing:
-        self.requests += 1
-        self.keys += len(request.keys)
-        self.nbytes += sum(map(len, request.values))
-        return super()._ask(request)
-
-
-def test_a_rank_that_is_late_in_new_group_costs_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "SLICE_SECONDS", 0.001)
-    monkeypatch.setattr(waiting, "LOOKS_PER_SECOND", 1e9)
-    size, store, looks = 1000, Counting(), 20
-    job = job_of(store, 0, size)
-    store.multi_set([f"group0/asked/{rank}" for rank in range(size - 1)], [b"digest"] * (size - 1))
-    store.requests = store.keys = 0
-    raise_if_left = job.lease.raise_if_left
-
-    def look(ranks: Sequence[int], doing: str) -> None:
-        nonlocal looks
-        looks -= 1
-        if looks == 0:
-            store.set(f"group0/asked/{size - 1}", b"digest")
-        raise_if_left(ranks, doing)
-
-    job.lease.raise_if_left = look  # type: ignore[method-assign]
-    assert subgroups._answers(job, "group0", range(size), 300.0, "testing") == [b"digest"] * size
-    # Per check: the wait before it, the late ranks, and whether they have left.
-    assert store.requests < 4 * 20
-    assert store.keys < 23 * size  # each wait lists all keys; apart from that, each key is looked up once
-
-
-def test_ranks_that_ask_for_the_same_group_write_its_ranks_once() -> None:
-    size, store = 200, Counting()
-    ranks = list(range(size))
-    for rank in ranks:
-        subgroups._ask(job_of(store, rank, size), "group0", ranks, "cpu:auto")
-    assert store.nbytes < 50 * size + len(str(ranks))
 
 
 class Leaving:

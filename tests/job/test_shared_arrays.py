@@ -168,7 +168,7 @@ def reduce_by_max(rank: int, n: int, count: int) -> None:
     assert_same(x, reduced(given, ReduceOp.MAX), "all_reduce")
 
 
-@pytest.mark.ranks(2, 3, 5)
+@pytest.mark.ranks(3, 5)
 @pytest.mark.parametrize("who", WHO)
 def test_every_collective(rank: int, who: str, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with shared_arrays() if WHO[who](rank) else nullcontext():
@@ -177,7 +177,7 @@ def test_every_collective(rank: int, who: str, world_size: int, monkeypatch: pyt
             with monkeypatch.context() as patch:
                 patch.setattr(test_every_operation, "numbers", made)
                 for row in (*ROWS.values(), reduce_by_max):
-                    for count in (LARGE, 1 << 16, 200_003):
+                    for count in (LARGE, 140_003):
                         row(rank, world_size, count)
 
 

@@ -423,6 +423,7 @@ def test_a_rank_without_descriptors_for_a_group_fails_all_ranks(
     dist.barrier()
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, fresh=True, may_die=(0,))
 def test_making_a_group_names_rank_0_if_it_dies_with_the_store(rank: int) -> None:
     if rank == 0:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from programs import torchrun
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch: pip install torch==2.13.0")
 
@@ -34,17 +35,15 @@ if restarts == 3:
     os.write(1, f"said {json.dumps(sorted(os.environ))}\\n".encode())
 dist.destroy_process_group()
 """
-RUNS = {
-    "torchrun": ["torch.distributed.run", "--standalone"],
-    "fastcoll": ["fastcoll.launch", "--standalone", "--no-prefix"],
-}
+RUNS = {"torchrun": torchrun(), "fastcoll": ("-m", "fastcoll.launch", "--standalone", "--no-prefix")}
 
 
+@pytest.mark.long  # test_restarts.py has these restarts and variables of fastcoll's launcher
 def test_both_restart_after_three_kinds_of_failures_and_set_the_same_variables(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     variables = {}
     for name, words in RUNS.items():
-        command = [sys.executable, "-m", *words, "--nproc-per-node=2", "--max-restarts=3", "program.py"]
+        command = [sys.executable, *words, "--nproc-per-node=2", "--max-restarts=3", "program.py"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
         said = sorted(re.findall("^restart .*$", done.stdout, re.M))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import errno
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
@@ -16,6 +18,7 @@ import pytest
 from together import together
 
 from fastcoll import config
+from fastcoll.core import monitor as monitors
 from fastcoll.core import prepared
 from fastcoll.core.group import ProcessGroup
 from fastcoll.core.reduce_op import ReduceOp
@@ -143,6 +146,28 @@ def test_a_groups_first_call_keeps_its_own_timeout(missing: tuple[int, ...], fir
             assert error.ranks
             assert {rank - 10 for rank in error.ranks} <= set(missing), error
             assert "barrier(), call 1 " in str(error)
+
+
+def test_connecting_and_the_rest_of_a_call_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timeout passes while rank 0 connects. Then it does not wait for rank 1 for as long again."""
+    passed, connected, connect = [0.0], threading.Event(), TcpBackend._connect
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
+    monkeypatch.setattr(monitors, "time", clock)
+    with groups(2, timeout=60.0) as made:
+
+        def slow(self: TcpBackend, *args: Any) -> None:
+            connect(self, *args)
+            if self.gate.rank == 0:
+                until(connected.is_set)
+                passed[0] = 60.0
+            else:
+                connected.set()
+                until(lambda: made[0].failure)
+
+        monkeypatch.setattr(TcpBackend, "_connect", slow)
+        found, _ = everybody(made, total)
+        assert isinstance(found, CollectiveTimeoutError)
+        assert found.ranks == (1,)
 
 
 @pytest.mark.parametrize(

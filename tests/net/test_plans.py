@@ -26,7 +26,12 @@ from net.plan_cases import (
 )
 
 COUNTS = (0, 1, 4, 7, 40, 131)  # items; 4 are attached, 7 are sent after the meeting, 131 in segments
-SIZES = (*range(1, 10), 13, MEET_RANKS)  # larger ones take most of the time; `test_any_call` draws every size
+SIZES = (
+    *range(1, 7),
+    8,
+    13,
+    MEET_RANKS,
+)  # larger ones take most of the time; `test_any_call` draws every size
 MANY = Limits(payload=0, segment=256, at_once=1 << 14, peers=5)
 
 
@@ -72,7 +77,7 @@ def test_arrays_that_travel_as_items_are_reduced_in_one_pass(size, keeps, monkey
     ("operation", "ordered"),
     [*((each, False) for each in OPERATIONS), *((each, True) for each in REDUCTIONS)],
 )
-@pytest.mark.parametrize("size", [17, 24, 33, pytest.param(64, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [17, 33, pytest.param(64, marks=pytest.mark.long)])
 def test_many_ranks(operation, size, ordered):
     for count in (1, 3 if operation in WITH_BLOCKS else 100):
         case = Case(operation, size, count, root=size // 3, limits=MANY, flags={"ordered": ordered})
@@ -147,7 +152,7 @@ def calls(draw):
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(calls(), st.sampled_from([1, 2, 7, 1 << 60]), st.integers(0, 1 << 30))
 def test_any_call(case, capacity, seed):
     """Worlds, sizes, roots, limits, schedules and connections drawn at random."""

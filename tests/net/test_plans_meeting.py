@@ -42,7 +42,7 @@ def peers(plan: Plan) -> set[int]:
     return {row[t.PEER] for row in plan.table.tolist() if row[t.KIND] in (t.SEND, t.RECV)}
 
 
-@pytest.mark.parametrize("size", [*range(2, 70), 100, 127, 128, 129])
+@pytest.mark.parametrize("size", [*range(2, 34), 63, 64, 65, 127, 128, 129])
 def test_every_header_is_combined_once_and_reaches_all_ranks_through_the_same_peers(size: int) -> None:
     plans, buffers = meet(combine_headers, size)
     rounds = (size - 1).bit_length()

@@ -21,8 +21,8 @@ from net.meshes import default_settings, nothing_left
 
 HALVES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 BLOCK = 256
-SIZES = [1, 2, 3, 4, 5, 8]
-COUNTS = [0, 1, 255, 256, 1000, 300_001]
+SIZES = [1, 2, 3, 5, 8]
+COUNTS = [0, 1, 255, 256, 1000, 80_001]  # the last one has several segments of each type
 
 
 @pytest.fixture(autouse=True)

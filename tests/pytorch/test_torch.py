@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from apart import environment
+from programs import torchrun
 
 from fastcoll.launch.nodes import free_port
 
@@ -24,7 +25,6 @@ pytestmark = [
 HERE = Path(__file__).parent
 DEADLINE = 600.0
 LAUNCH = ("-m", "fastcoll.launch", "-n", "2")  # the launcher does not import torch
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 SUMS = "FastcollProcessGroup FastcollProcessGroup [6.0, 6.0, 6.0]"
 MPIEXEC = "import os, sys; os.execv(sys.argv[1], ['mpiexec', '-n', '2', sys.executable, *sys.argv[2:]])"
 GLOO = """
@@ -73,7 +73,7 @@ def check(results: Path, ranks: int, least: int, output: str) -> None:
 @pytest.mark.long
 def test_every_operation_has_the_results_of_gloo(tmp_path: Path) -> None:
     """With torchrun, and without destroy_process_group."""
-    code, output = end(start(*TORCHRUN, "3", HERE / "three_ranks.py", tmp_path / "results"))
+    code, output = end(start(*torchrun("--nproc-per-node=3"), HERE / "three_ranks.py", tmp_path / "results"))
     check(tmp_path / "results", 3, 27, output)
     assert code == 0, output
 
@@ -97,7 +97,7 @@ def test_gloo_and_fastcoll_meet_at_one_address() -> None:
 @pytest.mark.long  # the test above also has two jobs at one port, one after the other
 def test_torchrun_restarts_ranks() -> None:
     """torchrun's store has the keys of the previous ranks, and its agent listens at MASTER_PORT."""
-    code, output = end(start(*TORCHRUN, "2", "--max-restarts", "1", HERE / "started_anew.py"))
+    code, output = end(start(*torchrun("--nproc-per-node=2", "--max-restarts=1"), HERE / "started_anew.py"))
     assert code == 0, output
     assert output.count("after a restart: [2.0, 2.0] [2.0, 2.0]") == 2, output
 
@@ -111,7 +111,7 @@ def test_programs_that_import_only_torch_have_the_backend() -> None:
             (LAUNCH, "", ["fastcoll"], "fastcoll"),
             (LAUNCH, "1", [], "undefined"),
             (LAUNCH, "gloo", ["gloo"], "gloo"),
-            ((*TORCHRUN, "2"), "gloo", [], "undefined"),
+            (torchrun("--nproc-per-node=2"), "gloo", [], "undefined"),
         )
     ]
     for name, (code, output) in [(name, end(program)) for name, program in programs]:

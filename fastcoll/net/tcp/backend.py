@@ -20,6 +20,7 @@ from ...core.backend import Backend, RecoveryEndpoint
 from ...core.collective import Collective
 from ...core.gate import Gate
 from ...core.group import ProcessGroup
+from ...core.inquiry import Inquiry
 from ...core.operands import Array, divide
 from ...core.operation import Call, Operation
 from ...core.operations import KINDS
@@ -27,7 +28,7 @@ from ...core.prepared import CallKey, PreparedCalls
 from ...core.reduce_op import AVG
 from ...core.sizes import sized
 from ...core.status import AGAIN, DONE, GARBLED, GONE, LATER, MISMATCH, UNCONNECTED
-from ...errors import AbortedError, ArrayError, CollectiveTimeoutError, GroupError, MismatchError
+from ...errors import AbortedError, ArrayError, GroupError, MismatchError
 from ...kernels.reduce import HALVES, reducer
 from ...kernels.sockets import CLOSED
 from ...kernels.waiting import SPINS, YIELDS
@@ -106,6 +107,8 @@ class TcpBackend(Backend):
     ) -> None:
         self.gate = gate
         self.monitor = mesh.monitor
+        self.monitor.inquiry = self.inquiry = Inquiry()
+        self.inquiry.listen(self.monitor, range(gate.size))
         self._mesh = mesh
         self._recovery_endpoint = TcpRecoveryEndpoint(mesh)
         here = [member for member in crowd if member.boot_id == members[gate.rank].boot_id]
@@ -152,12 +155,15 @@ class TcpBackend(Backend):
         Returns DONE; or LATER, with nothing done, if the array that has all ranks' blocks overlaps the other array.
         """
         self.gate.check_usable()
+        started = None  # when the engine began
         try:
             if not prepared.ready:
-                self._make_ready(prepared, timeout)
+                started = time.monotonic()
+                self._make_ready(prepared, timeout, started)
             code = engine.collective.call(self.context.address | tags, prepared.address, arrays)
             if code not in (DONE, LATER):
-                self._resume(code, prepared, arrays, timeout)
+                started = self.context[words.BEGAN] / 1e9 if started is None else started
+                self._resume(code, prepared, arrays, timeout, started)
             return code
         except BaseException as error:
             if isinstance(error, GroupError) or self.context.in_progress:
@@ -195,7 +201,7 @@ class TcpBackend(Backend):
         )
         return PreparedPlan(key.word, call, choose(call), folds)
 
-    def _make_ready(self, prepared: PreparedPlan, timeout: float | None) -> None:
+    def _make_ready(self, prepared: PreparedPlan, timeout: float | None, started: float) -> None:
         """Allocate memory, and connect to the peers of the meeting. Done once, before the first call with this plan.
 
         Of the plan's peers, a rank that makes another call would not know that it has to connect. So the first call
@@ -205,52 +211,42 @@ class TcpBackend(Backend):
         what = self.gate.name_of(
             signature.describe(prepared.call, prepared.shape), self.context[words.CALLS] + 1
         )
-        self._connect(self.context.met, what, timeout)
+        self._connect(self.context.met, what, timeout, started)
         prepared.lacks_peers = not {*prepared.peers} <= {*self.context.met}
         prepared.ready = True
 
-    def _connect(self, peers: Iterable[int], doing: str, timeout: float | None) -> None:
+    def _connect(self, peers: Iterable[int], doing: str, timeout: float | None, started: float) -> None:
         """Make the missing data connections with some peers, for a call that `doing` names.
 
         The caller holds the gate's lock.
         """
         limit = self.gate.timeout if timeout is None else timeout
-        deadline = time.monotonic() + limit
-        late: set[int] = set()
+        number = self.context[words.CALLS] + (not self.context.in_progress)
         missing = [peer for peer in sorted(peers) if (self.context.fds[peer] < 0).any()]
-        self._mesh.dial_data(missing, limit)
-        # Begin with the peers that this rank dials: otherwise, they could time out while they wait for this rank.
-        for peer in sorted(missing, key=lambda peer: (peer < self.gate.rank, peer)):
+        self._mesh.connect_data(missing, doing, limit, started, number)
+        for peer in missing:
             for stream in range(self.context.streams):
-                if self.context.fds[peer, stream] >= 0:
-                    continue
-                left = 0.0 if late else max(0.0, deadline - time.monotonic())
-                try:
-                    self.context.fds[peer, stream] = self._mesh.data(peer, stream, left)
-                except CollectiveTimeoutError:
-                    if peer > self.gate.rank:
-                        raise  # the peer could not be reached; the error has the reason
-                    late.add(peer)
-        if late:
-            names = ", ".join(self.monitor.name(peer) for peer in sorted(late))
-            raise CollectiveTimeoutError(
-                f"{doing}: {names} did not arrive within the timeout of {limit:g} s",
-                [self.gate.ranks[peer] for peer in sorted(late)],
-            )
+                self.context.fds[peer, stream] = self._mesh.data(peer, stream)
         self.gate.check_usable()  # a signal handler may have closed the group meanwhile
 
     def _resume(
-        self, code: int, prepared: PreparedPlan, arrays: tuple[Array, ...], timeout: float | None
+        self,
+        code: int,
+        prepared: PreparedPlan,
+        arrays: tuple[Array, ...],
+        timeout: float | None,
+        started: float,
     ) -> None:
         """Continue a call to its end.
 
         The engine has returned `code` before the call was complete. Raises an error if the call cannot complete.
         """
         context, call = self.context.address | words.RESUMED, prepared.address
-        wait, again = self._collective.wait(timeout), partial(engine.collective.call, context, call, arrays)
+        wait = self._collective.wait(timeout, started)
+        again = partial(engine.collective.call, context, call, arrays)
         code = wait.resume(code, again)
         if code == UNCONNECTED:
-            self._connect(prepared.peers, self.doing(), timeout)
+            self._connect(prepared.peers, self.doing(), timeout, started)
             prepared.lacks_peers = False
             code = wait.resume(again(), again)
         if code == MISMATCH:

@@ -145,29 +145,39 @@ class Mesh:
         """
         return self._connection(ConnectionKind.DATA, peer, stream, timeout).fileno()
 
-    def dial_data(self, peers: Sequence[int], timeout: float) -> None:
-        """Make all data connections with the higher ranks among `peers`, at once.
+    def connect_data(
+        self, peers: Sequence[int], doing: str, timeout: float, started: float, number: int
+    ) -> None:
+        """Make all data connections with `peers` that a call needs, at once. Blocks and raises errors as `data` does.
 
-        The lower ranks dial this rank themselves. Blocks and raises errors as `data` does.
+        This rank dials the higher ranks, and then waits for the lower ranks, which dial it. In the other order, the
+        higher ranks could time out meanwhile.
+
+        Args:
+            doing, number: the call.
+            timeout, started: seconds that the call may take, and when it started, by time.monotonic.
         """
         streams = range(self.streams)
-        keys = [
-            (ConnectionKind.DATA, peer, stream) for peer in peers if peer > self.rank for stream in streams
-        ]
-        if not (keys := [key for key in keys if key not in self._made]):
-            return
-        reach("tcp.connection.enter")
-        dialed = list(dict.fromkeys(peer for _, peer, _ in keys))
-        more = f" and {len(dialed) - 1} more" if len(dialed) > 1 else ""
-        doing = f"making a data connection with {self.monitor.name(dialed[0])}{more}"
+        keys = [(ConnectionKind.DATA, peer, stream) for peer in peers for stream in streams]
+        keys = [key for key in keys if key not in self._made]
 
-        def late() -> list[int]:
-            return [peer for peer in dialed if any(key[1] == peer and key not in self._made for key in keys)]
+        def late(lower: bool) -> list[int]:
+            missing = {key[1] for key in keys if key not in self._made}
+            return sorted(peer for peer in missing if (peer < self.rank) == lower)
 
-        wait = Wait(self.monitor, doing, late, timeout)
-        with self._sole_dialer(wait):
-            self._dial_control([peer for peer in dialed if peer not in self._control.peers], wait)
-            self._dial([key for key in keys if key not in self._made], wait)
+        if dialed := late(lower=False):
+            reach("tcp.connection.enter")
+            more = f" and {len(dialed) - 1} more" if len(dialed) > 1 else ""
+            what = f"making a data connection with {self.monitor.name(dialed[0])}{more}"
+            wait = Wait(self.monitor, what, lambda: late(lower=False), timeout, started, number=number)
+            with self._sole_dialer(wait):
+                self._dial_control([peer for peer in dialed if peer not in self._control.peers], wait)
+                self._dial([key for key in keys if key[1] > self.rank and key not in self._made], wait)
+        if late(lower=True):
+            reach("tcp.connection.enter")
+            wait = Wait(self.monitor, doing, lambda: late(lower=True), timeout, started, number=number)
+            self._await(lambda: not late(lower=True), wait)
+            wait.over()
 
     def mail(self, peer: int) -> socket.socket:
         """Return the connection for messages with `peer`; make it unless it exists.
