@@ -25,6 +25,16 @@ from fastcoll import __version__
 ROOT = Path(__file__).parent.parent
 _LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
 _START = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+# Searches find the reference, which has no path, and the answers first, and pages for contributors last.
+_BOOSTS: dict[str | None, float] = {None: 4, "docs/faq.md": 4}
+_LATE = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "docs/architecture",
+    "docs/failpoints",
+    "docs/releasing",
+    "docs/robustness",
+)
 
 
 def uri_of(path: str) -> str:
@@ -89,18 +99,21 @@ def on_files(files: Files, config: Any) -> Files:
             found += [] if path.endswith(".py") else targets(path, texts[path])
         files.append(made := File.generated(config, uri_of(path), **source))
         made.edit_uri = path
+    files.append(File.generated(config, "search.js", abs_src_path=str(ROOT / "website/search.js")))
     for uri, content in reference_pages.pages():
         files.append(File.generated(config, uri, content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Make the links relative to the page's place on the site; searches find the reference first, and no figures."""
+    """Make the links relative to the page's place on the site, and rank the page in searches."""
     path = page.file.edit_uri
+    late = path is not None and path.startswith(_LATE)
+    page.meta["search"] = {"boost": 0.25 if late else _BOOSTS.get(path, 1)}
     if path is None:  # of the reference
-        page.meta["search"] = {"boost": 4}
         return markdown
-    page.meta["search"] = {"exclude": not path.startswith("docs/") and path not in _START}
+    if not path.startswith("docs/") and path not in _START:
+        page.meta["search"] = {"exclude": True}
     folder = posixpath.dirname(page.file.src_uri)
 
     def on_the_site(link: re.Match[str]) -> str:

@@ -9,10 +9,8 @@ import argparse
 import math
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -179,21 +177,3 @@ def cores(text: str) -> list[int]:
     if unusable := set(wanted) - os.sched_getaffinity(0):
         raise UsageError(f"this process may not use core {min(unusable)}")
     return wanted
-
-
-def writable(name: str | Path) -> Path:
-    """Return the path of a file that can be written; the check leaves no file."""
-    path = Path(name)
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise UsageError(f"{path} cannot be written: there is no folder {folder}")
-    try:
-        if path.exists():
-            os.close(os.open(path, os.O_WRONLY))
-        else:
-            tempfile.TemporaryFile(
-                dir=folder
-            ).close()  # tried, because the folder's mode does not show whether root can write
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
-    return path

@@ -17,9 +17,10 @@ from ..arrays.dtypes import parse_dtype
 from ..errors import UnavailableError, UsageError, install
 from ..job.backends import parse_backend
 from ..pages import html_page
+from ..pages.output_files import writable
 from ..rendezvous.detect import Detected, detect
 from . import cases
-from .cases import argument, listed, parse_operation, positive, writable
+from .cases import argument, listed, parse_operation, positive
 from .picture import PICTURES
 from .rank import FAILED, MISUSED, OK, run
 

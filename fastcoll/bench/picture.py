@@ -11,7 +11,7 @@ from typing import Any
 from ..pages import html_page
 from ..pages.html_page import COLOURS, PageTable, Plot
 from .cases import format_size
-from .results import Row, Run, digits
+from .results import Row, Run, digits, load_of
 
 PICTURES = (".png", ".svg", ".pdf")  # the file name extensions that `draw` accepts
 MOST_CURVES = 4  # in a panel
@@ -35,11 +35,12 @@ def panels(run: Run) -> list[tuple[str, Curves]]:
         for row in rows:
             label = " ".join(str(getattr(row, name)) for name in telling) or "time"
             curves.setdefault(label, []).append(row)
-        labels = list(curves)
-        for start in range(0, len(labels), MOST_CURVES):
-            part = {label: curves[label] for label in labels[start : start + MOST_CURVES]}
-            number = f" ({start // MOST_CURVES + 1})" if len(labels) > MOST_CURVES else ""
-            found.append((operation + number, part))
+        count = math.ceil(len(curves) / MOST_CURVES)
+        for number in range(count):
+            # Panels of about the same number of curves: five are three and two.
+            start, end = (len(curves) * each // count for each in (number, number + 1))
+            part = dict(list(curves.items())[start:end])
+            found.append((f"{operation} ({number + 1})" if count > 1 else operation, part))
     return found
 
 
@@ -84,7 +85,8 @@ def draw(path: Path, run: Run) -> None:
     for each in axes[len(shown) :]:
         each.set_visible(False)
     figure.suptitle(_title(run), fontsize=10)
-    folded = textwrap.fill(limit_text(run), 45 * columns)
+    texts = [limit_text(run), *(text.removeprefix("# ") for text in load_of(run))]
+    folded = "\n".join(textwrap.fill(text, 45 * columns) for text in texts)
     figure.supxlabel(f"size (bytes)\n{folded}", fontsize=9)
     figure.savefig(path, dpi=150)
 

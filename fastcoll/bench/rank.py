@@ -79,6 +79,11 @@ def _measure_all(options: Namespace, place: Host, tell: bool) -> Run:
             rows.append(_measure(case, options, place))
             report.add(rows[-1])
         run.machine["cores_of_others"] = used_by_others(run, *before)
+        # After the cases, as it takes longer than a start.
+        speeds = results.memory_speed(dist.barrier)
+        slowest = np.array(list(speeds.values()))
+        dist.all_reduce(slowest, dist.ReduceOp.MIN)
+        run.machine.update(zip(speeds, slowest.tolist(), strict=True))
         report.notes([*results.per_element(rows), *results.summary(rows), *results.in_short(run)])
         report.notes(results.load_of(run))
     return run
@@ -95,14 +100,11 @@ def used_by_others(run: Run, stat: str, began: float, used: float) -> float:
 
 
 def _describe(options: Namespace, rows: list[Row]) -> Run:
-    speeds = results.memory_speed(dist.barrier)
-    slowest = np.array(list(speeds.values()))
-    dist.all_reduce(slowest, dist.ReduceOp.MIN)
     here = {"rank": dist.get_rank(), "pid": os.getpid(), "hostname": os.uname().nodename}
     devices: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(devices, {**here, "cores": sorted(os.sched_getaffinity(0))})
     together = [set(device["cores"]) for device in devices if device["hostname"] == devices[0]["hostname"]]
-    facts = results.machine(len(set().union(*together))) | dict(zip(speeds, slowest.tolist(), strict=True))
+    facts = results.machine(len(set().union(*together)))
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     return Run(now, options.command, str(dist.get_backend()), facts, devices, rows)
 

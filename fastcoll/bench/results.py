@@ -126,8 +126,6 @@ def header(run: Run) -> list[str]:
     lines = [
         f"# fastcoll {facts['fastcoll']}, backend {run.backend}, {len(devices)} ranks on {hosts}, {run.start_time}",
         f"# {describe(facts)}",
-        f"# memory, all ranks at once, the slowest: in-place update {facts['update_gbs']:.1f} GB/s, "
-        f"copy {facts['copy_gbs']:.1f} GB/s a rank",
     ]
     cores = ["any" if len(device["cores"]) > 1 else str(device["cores"][0]) for device in devices]
     if set(cores) != {"any"}:

@@ -84,7 +84,6 @@ class _RecordedGroup:
         about = json.loads(text)
         self.name, self.rank = str(about["name"]), int(about["rank"])
         self.key = self.name, tuple(about["pids"])
-        self._places = int(words[r.CALLS_AT]), int(words[r.FINISHED_AT])
         self._seen, self._errors = 0, np.zeros(len(r.ERRORS), np.int64)
 
     def _head(self) -> NDArray[np.int64]:
@@ -92,9 +91,9 @@ class _RecordedGroup:
 
     def counts(self) -> tuple[int, int]:
         """Return the numbers of the last call begun and of the last one that is complete."""
-        calls, finished = (
-            struct.unpack("q", os.pread(self._fd, 8, self.offset + at))[0] for at in self._places
-        )
+        # Where they are is read each time: it changes when the backend has its context, maybe after the first reading.
+        places = struct.unpack("2q", os.pread(self._fd, 16, self.offset + 8 * r.CALLS_AT))
+        calls, finished = (struct.unpack("q", os.pread(self._fd, 8, self.offset + at))[0] for at in places)
         return calls, min(calls, finished)  # calls may have begun and ended between the two
 
     def place(self) -> Position:

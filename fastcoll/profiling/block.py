@@ -9,8 +9,9 @@ from typing import Any
 
 from ..api import objects
 from ..core import profiler
+from ..core.group import ProcessGroup
 from ..errors import UsageError
-from ..job.groups import GroupMember, get_world_size
+from ..job.groups import GroupMember, groups
 from ..record.call_log import CallLog
 from . import profile_page, report
 from .merging import Profile, RankLog, merge
@@ -37,7 +38,7 @@ class ProfileReport:
         """Write one page with plots, which needs no network.
 
         Raises:
-            UnavailableError: Plotly is not installed (`pip install 'fastcoll[profile]'`).
+            UnavailableError: Plotly is not installed (`pip install '.[profile]'`).
         """
         profile_page.write_html(self._found, Path(path))
 
@@ -61,8 +62,8 @@ class profile:
         self._log: CallLog | None = None
 
     def __enter__(self) -> profile:
-        world = GroupMember.WORLD
-        rank, size = (0, 1) if world is None else (world.ranks[world.rank], world.size)
+        group = _whole_group()
+        rank, size = (0, 1) if group is None else (group.ranks[group.rank], group.size)
         self._log = CallLog(profiler.facts(rank, size))
         profiler.start(self._log)
         return self
@@ -82,18 +83,27 @@ class profile:
         return ProfileReport(merge([RankLog(*self._content())]))
 
     def merged(self) -> ProfileReport:
-        """Return the report of all ranks of the default group. Collective: every rank calls it, and gets the report.
+        """Return the report of all ranks. Collective: every rank calls it, and gets the report.
+
+        The ranks are those of the default group. Without one, as in programs of torch.distributed, they are those of
+        the widest group that this process is in.
 
         Raises:
-            UsageError: the block has not ended.
+            UsageError: the block has not ended, or there is no group.
             GroupError: a rank has died, or the group has failed.
         """
         mine = self._content()
-        everyone: list[Any] = [None] * get_world_size()
-        objects.all_gather_object(everyone, mine)
+        group = _whole_group() or groups.world  # without a default group the latter raises
+        everyone: list[Any] = [None] * group.size
+        objects.all_gather_object(everyone, mine, group)
         return ProfileReport(merge([RankLog(*each) for each in everyone]))
 
     def _content(self) -> tuple[dict[str, Any], Any]:
         if self._log is None or not self._log.about["ended"]:
             raise UsageError("the profile runs until its `with` block ends; ask for its report after that")
         return self._log.content()
+
+
+def _whole_group() -> ProcessGroup | None:
+    """Return the group of all ranks: the default group, or in a program that has none the widest one."""
+    return GroupMember.WORLD or profiler.widest_group()

@@ -17,8 +17,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 
-from ..errors import UnavailableError
+from ..errors import UnavailableError, UsageError
 from ..pages import html_page
+from ..pages.output_files import writable
 from ..record.call_log import SUFFIX, load
 from .merging import Profile, RankLog, merge
 from .profile_page import write_html
@@ -52,7 +53,9 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         if given.html is not None:
             html_page.require()
-    except UnavailableError as error:
+        for path in filter(None, (given.html, given.json)):
+            writable(path)
+    except (UnavailableError, UsageError) as error:
         print(f"fastcoll profile: {error}", file=sys.stderr)
         return _MISUSED
     with ExitStack() as stack:

@@ -101,7 +101,7 @@ def of_durations(profile: Profile) -> Plot:
         },
     ]
     layout = _stacked("microseconds", names)
-    layout["xaxis"] |= {"type": "log", "dtick": 1}
+    layout["xaxis"] |= {"type": "log", "dtick": "D2"}  # ticks at 1, 2 and 5 of each power of ten
     caption = "The median and the 99th percentile of a call, waits included, over all ranks."
     return Plot("How long a call takes", caption, traces, layout, 160 + 28 * len(names))
 

@@ -16,7 +16,11 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _PYTHONS = re.compile(r"/lib(?:64)?/python3[.\d]*/(?!site-packages|dist-packages)|^<frozen")
-_OURS = re.compile(r"/fastcoll/(?:api|core|shm|net|p2p|hybrid|rendezvous|gpu|torch|launch|kernels)/")
+# Of the installation that wrote the file, which need not be this one. Its folders bench and testing run code of users.
+_OURS = re.compile(
+    r"/fastcoll/(?:api|arrays|callers|compiler|core|elastic|gpu|hybrid|jax|job|kernels|launch|metrics|net|p2p|record|"
+    r"rendezvous|rpc|shm|store|system|torch)/"
+)
 
 
 @dataclass(frozen=True)

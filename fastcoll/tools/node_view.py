@@ -48,8 +48,13 @@ class _Asked:
         self._store, self._value, self._changed = store, b"", time.monotonic()
 
     def still(self) -> bool:
-        """Return whether the key has changed in the last seconds; if not, delete it, so that launchers wait for it."""
-        value, now = self._store.peek([ASKED])[0] or b"", time.monotonic()
+        """Return whether the key has changed in the last seconds; if not, delete it, so that launchers wait for it.
+
+        The process of another node may have deleted it first.
+        """
+        value, now = self._store.peek([ASKED])[0], time.monotonic()
+        if value is None:
+            return False
         if value != self._value:
             self._value, self._changed = value, now
         if now - self._changed < _ASKED_SECONDS:

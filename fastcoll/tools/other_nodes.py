@@ -34,6 +34,10 @@ _CONNECTION_SETTINGS = (
     "HOME",
     "XDG_CONFIG_HOME",
 )
+_NO_LAUNCHERS = (
+    "the ranks of other machines are not shown, because fastcoll's launcher has not started this job; "
+    "run top on those machines, too"
+)
 _TYPES = get_type_hints(RankRates)
 
 
@@ -47,8 +51,7 @@ class NodeView(NamedTuple):
 
 def encode(view: View, number: int) -> str:
     """Return a view of this node's ranks as JSON; `number` makes it differ from the one before."""
-    host = os.uname().nodename
-    rows = [row._replace(host=host)._asdict() for row in view.rows if row.state]
+    rows = [row._asdict() for row in view.rows if row.state]
     return json.dumps({"number": number, "rows": rows, "slow": view.slow, "troubles": list(view.troubles)})
 
 
@@ -74,8 +77,8 @@ def merged(own: View, others: Sequence[NodeView]) -> View:
     there = [row for other in others for row in other.rows if row.rank not in here]
     if not there:
         return own
-    shown, host = {row.rank for row in there}, os.uname().nodename
-    rows = [row._replace(host=host) if row.state else row for row in own.rows if row.rank not in shown]
+    shown = {row.rank for row in there}
+    rows = [row for row in own.rows if row.rank not in shown]
     slow = [each for each in (own.slow, *(other.slow for other in others)) if each is not None]
     texts = dict.fromkeys([*own.troubles, *(text for other in others for text in other.troubles)])
     return own._replace(
@@ -88,7 +91,7 @@ def merged(own: View, others: Sequence[NodeView]) -> View:
 class OtherNodes:
     """Reads the views of the other machines' launchers, as long as it is asked.
 
-    If the job runs on one machine, or other programs than fastcoll's launcher have started it, there are none.
+    If other programs than fastcoll's launcher have started the job, there are none, and the view says so.
     """
 
     def __init__(self, job: RunningJob) -> None:
@@ -97,7 +100,10 @@ class OtherNodes:
         self._last: dict[int, tuple[bytes, float]] = {}  # by launcher: its last view, and when it has changed
         self._store: TCPStore | None = None
         self._trouble = ""
-        if not self._awaited or (found := launchers_of(job.first.process.pid)) is None:
+        if not self._awaited:
+            return
+        if (found := launchers_of(job.first.process.pid)) is None:
+            self._trouble = _NO_LAUNCHERS
             return
         address, environment = found
         for name in _CONNECTION_SETTINGS:

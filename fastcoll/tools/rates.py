@@ -25,7 +25,10 @@ from .waits import state_of
 
 ENDED = "ended"
 _MOST_UNKNOWN = 0.25  # the share of samples that may be undecided; with more, the share of waits is unknown
+_LEAST_SAMPLES = 5  # with fewer, the share of waits is unknown
 _SLOW = 4  # a sample that takes this many times as long as the quickest is left out
+# So many standard deviations, as of tossing a coin, the slowest rank differs from the second.
+_DEVIATIONS = 2
 
 
 class Reading(NamedTuple):
@@ -76,7 +79,7 @@ class RankRates(NamedTuple):
         waits: the share of samples in which it waited for others.
         late: the rank for which it waited most often; -1: none.
         memory: of its process.
-        host: its machine, if the view has ranks of several.
+        host: its machine.
     """
 
     rank: int
@@ -103,7 +106,7 @@ class View(NamedTuple):
     Attributes:
         title: about the job.
         samples: how many samples the shares of waits are from.
-        seconds: the time between the two readings that the rates are from.
+        seconds: the time in which these were taken.
         slow: the result of `slowest`.
         troubles: texts about ranks that hold the job up.
         end: how the job has ended; "": it runs.
@@ -162,7 +165,7 @@ def rates(before: Reading, after: Reading, samples: Sequence[Sample]) -> list[Ra
     for number in sorted({*after.ranks, *after.gone}):
         if number not in after.ranks:
             record = after.gone[number]
-            row = RankRates(number, record.pid, ENDED)
+            row = RankRates(number, record.pid, ENDED, host=record.host)
             rows += [_in_call(row, group) for group in record.groups]
             rows += [] if record.groups else [row._replace(state="", call=HAS_LEFT)]
             continue
@@ -171,10 +174,11 @@ def rates(before: Reading, after: Reading, samples: Sequence[Sample]) -> list[Ra
         same = earlier is not None and earlier.process.pid == process.pid
         old = {each.serial: each for each in (earlier.record.groups if earlier and same else ())}
         row = RankRates(number, process.pid, state_of(process.state).name, process.cores if same else None)
-        row = row._replace(memory=after.memory.get(number))
+        row = row._replace(memory=after.memory.get(number), host=rank.record.host)
         seconds = after.time - before.time
         groups = rank.record.groups
-        rows += [rates_in(row, group, old.get(group.serial), seconds, samples) for group in groups]
+        used = [group for group in groups if group.calls or group.failure] or groups[:1]
+        rows += [rates_in(row, group, old.get(group.serial), seconds, samples) for group in used]
     return rows
 
 
@@ -193,8 +197,9 @@ def rates_in(
     row, own = _in_call(row, group), (row.rank, group.serial)
     late = [sample.late.get(own, frozenset[int]()) for sample in samples if row.rank in sample.ranks]
     known = [each for each in late if each is not None]
-    if known and len(late) - len(known) <= _MOST_UNKNOWN * len(late):
-        row = row._replace(waits=sum(map(bool, known)) / len(known), late=_most(known))
+    if len(known) >= _LEAST_SAMPLES and len(late) - len(known) <= _MOST_UNKNOWN * len(late):
+        row = row._replace(waits=sum(map(bool, known)) / len(known))
+        row = row._replace(late=next((each for each, _ in _counted(known)), -1))
     if old is None or seconds <= 0:
         return row
     count = group.finished - old.finished
@@ -212,7 +217,8 @@ def rates_in(
 def slowest(samples: Sequence[Sample]) -> tuple[int, float] | None:
     """Return the rank for which others waited in most samples, and the share of samples; None: unknown.
 
-    A rank that waited for others itself does not count. The rank is -1 if there is none.
+    A rank that waited for others itself does not count. The rank is -1 if there is none, or if so few samples cannot
+    tell it from the rank that comes second: on busy cores, each rank of a healthy job is late now and then.
     """
     awaited = []
     for sample in samples:
@@ -220,16 +226,18 @@ def slowest(samples: Sequence[Sample]) -> tuple[int, float] | None:
         late = frozenset[int]().union(*(late for late in sample.late.values() if late))
         if waiting or None not in sample.late.values():
             awaited.append(late - waiting)
-    if not awaited or len(samples) - len(awaited) > _MOST_UNKNOWN * len(samples):
+    if len(awaited) < _LEAST_SAMPLES or len(samples) - len(awaited) > _MOST_UNKNOWN * len(samples):
         return None
-    rank = _most(awaited)
-    return rank, sum(rank in late for late in awaited) / len(awaited)
+    (rank, most), (_, second), *_ = [*_counted(awaited), (-1, 0), (-1, 0)]
+    if (most - second) ** 2 <= _DEVIATIONS**2 * (most + second):
+        return -1, 0.0
+    return rank, most / len(awaited)
 
 
-def _most(late: Iterable[frozenset[int]]) -> int:
-    """Return the rank that is in most of the sets, the lowest of several; -1: all sets are empty."""
+def _counted(late: Iterable[frozenset[int]]) -> list[tuple[int, int]]:
+    """Return the ranks with the numbers of sets that they are in, the most frequent first, of several the lowest."""
     counts = Counter(rank for each in late for rank in each)
-    return min(counts, key=lambda rank: (-counts[rank], rank), default=-1)
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 def end_of(rows: Sequence[RankRates]) -> str:

@@ -98,7 +98,7 @@ def cuda(ranks: int) -> Iterator[Finding]:
     from ..kernels.cuda.driver import driver
 
     packages = [f"{name} {found}" for name in _GPU_PACKAGES if (found := installed(name))]
-    having = ", ".join(packages) or "no packages for them"
+    having = ", ".join(packages) or "no packages for GPUs are installed"
     try:
         capabilities = driver().capabilities
     except FastcollError as error:

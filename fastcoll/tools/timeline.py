@@ -46,9 +46,10 @@ def _times(group: GroupRecord, now: int) -> Iterator[tuple[CallRecord, int, int,
     """Yield each call from the first timed one on, with its begin and end in ns and whether these were measured."""
     between: list[CallRecord] = []
     before = 0
+    since = {wait.number: wait.since for wait in group.waits if wait.number}  # also of the call that failed
     for call in group.ring:
         under_way = group.under_way is not None and call.number == group.under_way.number
-        began = call.began or (group.since if under_way else 0)
+        began = call.began or (group.since if under_way else since.get(call.number, 0))
         if not began:
             between.append(call)
             continue

@@ -12,9 +12,11 @@ import math
 import random
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
+from ..errors import install
 from ..record.record import OpenRecord, Record, open_record
 from .blame import LEFT, Rank
 from .jobs_here import (
@@ -36,9 +38,7 @@ from .rates import RankRates, Reading, Sample, View, end_of, prompt, rates, samp
 
 _SAMPLES_A_SECOND = 40
 _SHARE_OF_A_CORE = 0.1
-_NO_RICH = (
-    "fastcoll: top needs rich, which is not installed: pip install 'fastcoll[top]', or pip install rich"
-)
+_WINDOW = 5.0  # a view shows the waits of the last seconds: on busy cores half a second has few samples
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -62,7 +62,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "rich":
             raise
-        print(_NO_RICH, file=sys.stderr)
+        cure = f"pip install rich, or {install('top')}"
+        print(f"fastcoll: top needs rich, which is not installed: {cure}", file=sys.stderr)
         return 1
     jobs, _ = look(given.name)
     if len(jobs) != 1:
@@ -91,25 +92,32 @@ def main(words: Sequence[str] | None = None) -> int:
 def views(watch: Watch, interval: float, wait: Callable[[float], bool | None]) -> Iterator[View]:
     """Yield a view each `interval` seconds, until the job has ended or `wait` returns True."""
     before = watch.read()
+    recent: deque[tuple[float, Sample]] = deque()
     while True:
-        samples, end = [], time.monotonic() + interval
+        end = time.monotonic() + interval
+        since = min(end - _WINDOW, before.time)
+        while recent and recent[0][0] < since:
+            recent.popleft()
         while time.monotonic() < end:
             began = time.thread_time()
-            samples.append(watch.sample())
+            recent.append((time.monotonic(), watch.sample()))
             least = (time.thread_time() - began) / _SHARE_OF_A_CORE
             # The pauses have random lengths, so that the samples are not in step with the job.
             pause = max(1 / _SAMPLES_A_SECOND, least) * random.uniform(0.5, 1.5)
             if wait(max(0.0, min(pause, end - time.monotonic()))):
                 return
         after = watch.read()
-        yield view_of(watch, before, after, prompt(samples))
+        taken_in = after.time - (recent[0][0] if recent else before.time)
+        yield view_of(watch, before, after, prompt([sample for _, sample in recent]), taken_in)
         if not after.ranks:
             return
         before = after
 
 
-def view_of(watch: Watch, before: Reading, after: Reading, samples: Sequence[Sample]) -> View:
-    """Return what two readings and the samples between them show."""
+def view_of(
+    watch: Watch, before: Reading, after: Reading, samples: Sequence[Sample], taken_in: float
+) -> View:
+    """Return what two readings show, and samples that were taken in the last seconds before the second one."""
     job, now = watch.job, time.time()
     rows = rates(before, after, samples)
     read = {row.rank for row in rows}
@@ -121,9 +129,7 @@ def view_of(watch: Watch, before: Reading, after: Reading, samples: Sequence[Sam
     rows.sort(key=lambda row: row.rank)
     troubles = [diagnosis.text for diagnosis in job.diagnoses(now)]
     end = "" if after.ranks else end_of(rows)
-    return View(
-        watch.whole.title(now), rows, len(samples), after.time - before.time, slowest(samples), troubles, end
-    )
+    return View(watch.whole.title(now), rows, len(samples), taken_in, slowest(samples), troubles, end)
 
 
 class Watch:

@@ -83,6 +83,15 @@ def test_each_call_is_read_once_with_its_operation_and_size(
     assert counts(reader.news()) == {("WORLD", "all_reduce"): 1}
 
 
+def test_a_group_that_was_read_before_its_backend_had_a_context_is_counted(
+    group: GroupRecorder, reader: RecordReader
+) -> None:
+    assert counts(reader.news()) == {}
+    group.follow(calls=2, finished=3)
+    call(group)
+    assert counts(reader.news()) == {("WORLD", "all_reduce"): 1}
+
+
 def test_calls_that_have_left_the_ring_are_counted_as_unseen(
     group: GroupRecorder, reader: RecordReader
 ) -> None:

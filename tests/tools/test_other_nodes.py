@@ -39,7 +39,7 @@ def far(**changes: object) -> NodeView:
 
 def test_a_view_is_read_as_it_was_written_but_for_ranks_that_the_node_does_not_have():
     text = encode(OWN, 1)
-    assert decode(text.encode()) == NodeView([HERE._replace(host=HOST)], OWN.slow, OWN.troubles)
+    assert decode(text.encode()) == NodeView([HERE], OWN.slow, OWN.troubles)
     assert encode(OWN, 2) != text
 
 
@@ -65,11 +65,11 @@ def test_what_is_no_view_is_refused(data):
 def test_rows_of_others_replace_those_that_say_where_a_rank_is():
     assert merged(OWN, []) == OWN
     view = merged(OWN, [far(troubles=["rank 1 is late", "rank 1 is stopped"])])
-    assert view.rows == [HERE._replace(host=HOST), THERE]
+    assert view.rows == [HERE, THERE]
     assert view.troubles == ["rank 1 is late", "rank 1 is stopped"]
     assert view.slow == (1, 0.4)  # -1: here nobody is the slowest
     # This machine's launcher answers as well; its own reading is newer.
-    again = NodeView([HERE._replace(number=6, host=HOST)], None, [])
+    again = NodeView([HERE._replace(number=6)], None, [])
     assert merged(OWN, [again]) == OWN
 
 
@@ -135,6 +135,23 @@ def test_a_node_shows_its_ranks_only_as_long_as_somebody_asks(monkeypatch):
         store.add(ASKED, 1)
         now = 8.0
         assert asked.still()
+        of_another_node = node_view._Asked(store)
+        assert of_another_node.still()
         now = 13.1
         assert not asked.still()
+        assert not of_another_node.still()  # it ends as well, and not only after as long again
         assert store.peek([ASKED]) == [None]  # launchers wait for it again
+
+
+def test_a_view_says_that_no_launcher_shows_the_ranks_of_other_machines(monkeypatch):
+    monkeypatch.setattr(other_nodes, "launchers_of", lambda pid: None)
+    with OtherNodes(job_on_two_hosts()) as others:
+        view = others.add_to(OWN)
+        assert not others.are_late(view)
+    assert view.rows == OWN.rows
+    told, why = view.troubles
+    assert (told, "not shown, because fastcoll's launcher" in why) == ("rank 1 is late", True)
+    alone = RunningJob("job", {})
+    monkeypatch.setattr(RunningJob, "unseen", lambda self: [])
+    with OtherNodes(alone) as others:
+        assert others.add_to(OWN) is OWN

@@ -321,3 +321,13 @@ def test_a_program_that_makes_no_group_or_does_not_exist(tmp_path: Path):
     assert "no process made a group" in done.stderr
     done = python("-m", "fastcoll", "profile", "--", tmp_path / "nothing")
     assert (done.returncode, "cannot be run: No such file" in done.stderr) == (127, True)
+
+
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_a_file_that_cannot_be_written_is_named_before_the_program_runs(tmp_path: Path, option: str):
+    out, ran = tmp_path / "missing" / "out", tmp_path / "ran"
+    done = python("-m", "fastcoll", "profile", option, out, "--", "touch", ran)
+    assert (done.returncode, done.stderr) == (
+        2, f"fastcoll profile: {out} cannot be written: there is no folder {out.parent}\n"
+    )  # fmt: skip
+    assert not ran.exists()

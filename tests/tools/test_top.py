@@ -11,6 +11,8 @@ import subprocess
 import sys
 from bisect import bisect_right
 from dataclasses import replace
+from itertools import islice, pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -37,7 +39,7 @@ from fastcoll.tools.rates import (
     sample_of,
     slowest,
 )
-from fastcoll.tools.top import Watch, main, view_of
+from fastcoll.tools.top import Watch, main, view_of, views
 from fastcoll.tools.top_view import COLUMNS, cells, count_of, doing, render
 
 REDUCE = signature.encode("all_reduce", np.dtype(np.float32), op=ReduceOp.SUM)
@@ -185,21 +187,44 @@ def test_a_sample_never_contradicts_what_happened(seed):
 def test_the_share_of_waits_is_that_of_the_decided_samples():
     calls = [(REDUCE, 4)] * 3
     both = frozenset({0, 1})
-    late = [{1}, {1}, {1}, set(), None]
+    late = [{1}, {1}, {1}, set(), None] * 2
     samples = [Sample(both, {} if ranks == set() else {(0, 1): ranks and frozenset(ranks)}) for ranks in late]
     before, after = (reading(time, rank(0, group(calls, 3)), rank(1, group(calls, 3))) for time in (0, 1))
     rows = rates(before, after, samples)
     assert [(row.waits, row.late) for row in rows] == [(0.75, 1), (0.0, -1)]
-    assert [row.waits for row in rates(before, after, samples + [samples[-1]] * 2)] == [None, 0.0]
+    assert [row.waits for row in rates(before, after, samples + [samples[-1]] * 4)] == [None, 0.0]
     assert slowest(samples) == (1, 0.75)
-    assert slowest(samples + [samples[-1]] * 2) is None
+    assert slowest(samples + [samples[-1]] * 4) is None
+
+
+def test_a_few_samples_are_no_verdict():
+    waits = Sample(frozenset({0, 1}), {(0, 1): frozenset({1})})
+    before, after = (reading(time, rank(0, group([(REDUCE, 4)], 0))) for time in (0, 1))
+    for number, share in (4, None), (5, 1.0):
+        assert [row.waits for row in rates(before, after, [waits] * number)] == [share]
+        assert slowest([waits] * number) == (share and (1, share))
+
+
+def test_ranks_that_are_late_in_turn_are_not_the_slowest():
+    everyone = frozenset(range(3))
+    for_0, for_1 = (Sample(everyone, {(2, 1): frozenset({late})}) for late in (0, 1))
+    assert slowest([for_0] * 12 + [for_1] * 9) == (-1, 0.0)
+    assert slowest([for_0] * 18 + [for_1] * 3) == (0, 18 / 21)
+
+
+def test_groups_without_a_call_have_no_row_if_the_rank_has_another():
+    call, empty = group([(REDUCE, 4)], 1), group([], 0, serial=2, name="WORLD/node0")
+    failed = group([], 0, serial=3, name="pair", failure="rank 1 died")
+    ranks = rank(0, call, empty, failed), rank(1, empty)
+    shown = [(row.rank, row.group) for row in rates(reading(0, *ranks), reading(1, *ranks), [])]
+    assert shown == [(0, "WORLD"), (0, "pair"), (1, "WORLD/node0")]
 
 
 def test_a_rank_that_waits_itself_is_not_the_slowest():
     chain = Sample(frozenset(range(3)), {(0, 1): frozenset({1}), (1, 1): frozenset({2})})
-    assert slowest([chain]) == (2, 1.0)
+    assert slowest([chain] * 5) == (2, 1.0)
     circle = Sample(frozenset(range(2)), {(0, 1): frozenset({1}), (1, 1): frozenset({0})})
-    assert slowest([circle]) == (-1, 0.0)
+    assert slowest([circle] * 5) == (-1, 0.0)
     assert slowest([]) is None
 
 
@@ -242,6 +267,25 @@ def test_samples_that_took_long_are_left_out():
     samples = [Sample(frozenset(), {}, took) for took in (0.002, 0.001, 0.0041, 0.004)]
     assert [sample.took for sample in prompt(samples)] == [0.002, 0.001, 0.004]
     assert prompt([]) == []
+
+
+def test_a_view_has_the_samples_of_the_last_five_seconds_and_more_if_it_shows_more(monkeypatch):
+    clock = SimpleNamespace(now=100.0, thread_time=lambda: 0.0, time=lambda: 0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(top, "time", clock)
+    job = SimpleNamespace(unseen=lambda: [], diagnoses=lambda now: [], title=lambda now: "")
+    watch = SimpleNamespace(job=job, whole=job, sample=lambda: Sample(frozenset({0}), {}))
+    watch.read = lambda: reading(clock.now, rank(0, group([(REDUCE, 4)], 1)))
+
+    def wait(seconds: float) -> None:
+        clock.now += max(seconds, 0.001)
+
+    for interval, last in (0.5, 5.0), (7.0, 7.0):
+        shown = [view.seconds for view in islice(views(watch, interval, wait), 20)]
+        assert shown[0] == pytest.approx(interval, abs=0.1)
+        assert shown[-1] == pytest.approx(last, abs=0.1)
+        # The pauses between samples have random lengths.
+        assert all(later > earlier - 0.1 for earlier, later in pairwise(shown))
 
 
 # ---- views -------------------------------------------------------------------------------------------------
@@ -374,7 +418,7 @@ def test_the_rank_that_another_one_waits_for_is_named_and_its_calls_are_counted(
             before = watch.read()
             until(lambda: 1 in {late for each in watch.sample().late.values() for late in each or ()})
             waiting = [watch.sample() for _ in range(10)]
-            stuck = view_of(watch, before, watch.read(), waiting)
+            stuck = view_of(watch, before, watch.read(), waiting, 1.0)
             assert stuck.slow == (1, 1.0)
             (row,) = (row for row in stuck.rows if row.rank == 0 and row.group != "WORLD")
             assert (row.is_in, row.number, row.waits, row.late, row.calls) == (True, 2, 1.0, 1, 0)
@@ -413,8 +457,8 @@ def test_a_stopped_rank_is_shown_as_stopped_and_never_stops_top(rank, tmp_path):
             with watch_own() as watch:
 
                 def stuck() -> View | None:
-                    before, samples = watch.read(), [watch.sample()]
-                    view = view_of(watch, before, watch.read(), samples)
+                    before, samples = watch.read(), [watch.sample() for _ in range(5)]
+                    view = view_of(watch, before, watch.read(), samples, 1.0)
                     states = {row.rank: row.state for row in view.rows}
                     return view if (states.get(1), view.slow) == ("stopped", (1, 1.0)) else None
 
@@ -428,6 +472,7 @@ def test_a_stopped_rank_is_shown_as_stopped_and_never_stops_top(rank, tmp_path):
 
 
 PROGRAM = """
+import time
 import numpy as np
 import fastcoll as dist
 dist.init_process_group(backend="shm", timeout=600)
@@ -437,13 +482,15 @@ print("up", flush=True)
 while True:
     dist.all_reduce(x)
     x[:] = 1
+    time.sleep(0.005)  # leaves the processors to `top`
 """
 
 
-@pytest.fixture
-def job(tmp_path):
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
     """The launcher of a job of two ranks that make calls until they are killed."""
-    (tmp_path / "calls.py").write_text(PROGRAM)
+    program = tmp_path_factory.mktemp("job") / "calls.py"
+    program.write_text(PROGRAM)
     command = [
         sys.executable,
         "-m",
@@ -453,7 +500,7 @@ def job(tmp_path):
         "2",
         "--grace",
         "1",
-        str(tmp_path / "calls.py"),
+        str(program),
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as launcher:
         try:
@@ -462,29 +509,6 @@ def job(tmp_path):
         finally:
             launcher.terminate()
             launcher.communicate()
-
-
-def test_once_and_until_the_job_has_ended_in_a_pipe(job):
-    done = python("-m", "fastcoll", "top", "--once", job.pid)
-    assert (done.returncode, done.stderr) == (0, "")
-    rows = last_table(done.stdout)
-    assert [row["rank"] for row in rows] == ["0", "1"]
-    for row in rows:
-        assert row["group"] == "WORLD"
-        assert row["call"].startswith(("in a", "after all_reduce(float32, 4 elements, op=SUM)"))
-        assert row["bytes/s"] != "-"
-        assert row["calls/s"] not in ("-", "0")
-    command = [sys.executable, "-m", "fastcoll", "top", str(job.pid), "--interval", "0.1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shown:
-        while not shown.stdout.readline().startswith("1\t"):
-            assert shown.poll() is None
-        os.kill(int(rows[1]["pid"]), signal.SIGKILL)
-        rest = shown.communicate()[0]
-    assert shown.returncode == 0
-    last = rest.splitlines()[-1]
-    assert last.startswith("the job has ended: ")
-    assert f"rank 1 (pid {rows[1]['pid']}) ended " in last
-    assert [row["state"] for row in last_table(rest) if row["rank"] == "1"] == ["ended"]
 
 
 @pytest.mark.parametrize("end", [b"q", signal.SIGINT, signal.SIGTERM], ids=["q", "Ctrl-C", "SIGTERM"])
@@ -515,6 +539,30 @@ def test_on_a_terminal_it_ends_with_q_and_signals_and_restores_the_terminal(job,
         os.close(theirs)
 
 
+def test_once_and_until_the_job_has_ended_in_a_pipe(job):
+    """This ends the job, so it is the last test that uses it."""
+    done = python("-m", "fastcoll", "top", "--once", job.pid)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = last_table(done.stdout)
+    assert [row["rank"] for row in rows] == ["0", "1"]
+    for row in rows:
+        assert row["group"] == "WORLD"
+        assert row["call"].startswith(("in a", "after all_reduce(float32, 4 elements, op=SUM)"))
+        assert row["bytes/s"] != "-"
+        assert row["calls/s"] not in ("-", "0")
+    command = [sys.executable, "-m", "fastcoll", "top", str(job.pid), "--interval", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shown:
+        while not shown.stdout.readline().startswith("1\t"):
+            assert shown.poll() is None
+        os.kill(int(rows[1]["pid"]), signal.SIGKILL)
+        rest = shown.communicate()[0]
+    assert shown.returncode == 0
+    last = rest.splitlines()[-1]
+    assert last.startswith("the job has ended: ")
+    assert f"rank 1 (pid {rows[1]['pid']}) ended " in last
+    assert [row["state"] for row in last_table(rest) if row["rank"] == "1"] == ["ended"]
+
+
 def test_without_a_job_and_with_a_wrong_interval_it_ends(capsys):
     assert main(["none-of-that-name"]) == 1
     assert "there is no job 'none-of-that-name'" in capsys.readouterr().out
@@ -541,4 +589,4 @@ def test_without_rich_the_error_names_the_cure():
     code = "import sys; sys.modules['rich'] = None; from fastcoll.tools.command import main; sys.exit(main(['top']))"
     done = python("-c", code)
     assert done.returncode == 1
-    assert "pip install 'fastcoll[top]'" in done.stderr
+    assert "pip install rich, or pip install '.[top]'" in done.stderr

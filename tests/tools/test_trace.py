@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -101,6 +102,14 @@ def test_a_rank_that_never_called_and_where_it_is() -> None:
     assert edges == {(0, 1), (2, 1)}
 
 
+@pytest.mark.parametrize("file", ["record/dump.py", "api/collectives.py", "job/groups.py", "shm/calls.py"])
+def test_the_place_in_the_program_is_found_in_files_of_another_installation(file: str) -> None:
+    frame = f'  File "/there/site-packages/fastcoll/{file}", line 140 in inner\n'
+    stacks = f'Thread 0x10 (most recent call first):\n{frame}  File "/there/train.py", line 7 in step\n'
+    there = replace(dump(1, group(1, DONE)), reasons=(Reason(60.0, "SIGQUIT", stacks),))
+    assert there.program_line() == "step (train.py:7)"
+
+
 def test_of_ranks_that_are_stuck_at_different_calls_the_first_call_is_named() -> None:
     dumps = [
         dump(0, group(0, [*DONE, call(3, BARRIER, "under way")])),
@@ -142,6 +151,19 @@ def test_the_timeline_spreads_calls_that_were_not_timed() -> None:
     assert [each["args"]["timed"] for each in events] == [True, False, False, True, True]
     assert [(each["ts"], each["dur"]) for each in events][:4] == [(1, 1), (2, 1.5), (3.5, 1.5), (5, 1)]
     assert events[4]["ts"] + events[4]["dur"] == 60e6
+
+
+def test_the_timeline_shows_for_how_long_a_call_waited_that_failed() -> None:
+    """The ring does not have when the wait began, since only the end of a call in shared memory may be timed."""
+    ring = [call(1, began=1000, ended=2000), call(2, state="failed", ended=9000)]
+    waits = (Waiting(2, "all_reduce", 4000, (1,), 1),)
+    events = [
+        each for each in timeline([dump(0, group(0, ring, waits=waits))])["traceEvents"] if each["ph"] == "X"
+    ]
+    assert [(each["ts"], each["dur"], each["args"]["timed"]) for each in events] == [
+        (1, 1, True),
+        (4, 5, True),
+    ]
 
 
 # ---- real processes --------------------------------------------------------------------------------------

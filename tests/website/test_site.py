@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
@@ -72,23 +73,61 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     assert [name for name in [*SETTINGS, *COMMANDS] if name not in text] == []
 
 
-def test_a_search_leads_to_the_reference(address: str, browser: Any) -> None:
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        ("all_reduce", "reference/collectives/#fastcoll.all_reduce"),
+        ("checkpoint", "faq/#how-do-i-write-a-checkpoint"),
+        ("profile a healthy job", "faq/#how-do-i-profile-a-healthy-job"),
+        ("pin cores", "faq/#how-do-i-pin-ranks-to-cores"),
+        ("upgrade", "faq/#how-do-i-upgrade"),
+        ("What does PREMUL_SUM do?", "faq/#what-does-premul_sum-do"),
+        ("memory a rank", "faq/#how-much-memory-does-a-rank-take"),
+        ("/dev/shm in Docker", "faq/#does-it-work-in-docker"),
+        ("MPI_Allreduce", "porting/#mpi4py"),
+        ("job hangs", "faq/#my-job-hangs-which-rank-is-at-fault"),
+    ],
+)
+def test_a_question_finds_its_answer_first(address: str, browser: Any, words: str, place: str) -> None:
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 
-    def first(selector: str) -> Any:
-        return WebDriverWait(browser, LIMIT).until(
-            lambda _: next(
-                (each for each in browser.find_elements(By.CSS_SELECTOR, selector) if each.is_displayed()),
-                None,
-            )
-        )
+    browser.get(address)
+    WebDriverWait(browser, LIMIT).until(
+        lambda _: browser.find_element(By.CSS_SELECTOR, "input.md-search__input").is_displayed()
+    )
+    browser.find_element(By.CSS_SELECTOR, "input.md-search__input").send_keys(words)
+
+    def first() -> str | None:
+        # In one step, because the results change with each letter.
+        link = "document.querySelector(\"li:first-child > a.md-search-result__link[href*='#']\")"
+        href = browser.execute_script(f"return {link}?.href")
+        return None if href is None else re.sub(r"\?h=[^#]*", "", href)
+
+    WebDriverWait(browser, LIMIT).until(lambda _: first() == address + place)
+
+
+def test_a_search_leads_to_the_reference(address: str, browser: Any) -> None:
+    from selenium.common.exceptions import StaleElementReferenceException
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    def first(selector: str, do: Callable[[Any], object] = lambda _: None) -> Any:
+        def found(_: Any) -> Any:
+            for each in browser.find_elements(By.CSS_SELECTOR, selector):
+                if each.is_displayed():
+                    do(each)
+                    return each
+
+        # The results change with each letter.
+        gone = [StaleElementReferenceException]
+        return WebDriverWait(browser, LIMIT, ignored_exceptions=gone).until(found)
 
     browser.get(address)
     first("input.md-search__input").send_keys("all_reduce")
-    first("a.md-search-result__link[href*='reference/collectives/']").click()
+    first("a.md-search-result__link[href*='reference/collectives/']", lambda link: link.click())
     WebDriverWait(browser, LIMIT).until(lambda _: "reference/collectives/" in browser.current_url)
-    first("a.md-nav__link[href$='#fastcoll.all_reduce']").click()
+    first("a.md-nav__link[href$='#fastcoll.all_reduce']", lambda link: link.click())
     WebDriverWait(browser, LIMIT).until(lambda _: browser.current_url.endswith("#fastcoll.all_reduce"))
     assert first("h2[id='fastcoll.all_reduce']").text.startswith("all_reduce")
     assert [each for each in browser.get_log("browser") if each["level"] == "SEVERE"] == []
