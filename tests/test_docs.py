@@ -62,14 +62,28 @@ def run(*words, cwd, env=None):
     )
 
 
+def is_heavy(code):
+    """Return whether code imports what takes seconds to import, or to compile."""
+    return bool(re.search(r"^\s*(import|from) (jax|numba|torch)\b", code, re.MULTILINE))
+
+
+IN_RANKS = [
+    pytest.param(page, heavy, id=f"{page}, heavy" if heavy else page, marks=[pytest.mark.long] * heavy)
+    for page in sorted(PAGES)
+    for heavy in (False, True)  # the heavy ones: tests/arrays, callers, rpc and with_jax have most of it
+    if page not in SPECIAL and heavy in map(is_heavy, programs(page))
+]
+
+
 @pytest.mark.limit(700)
 @pytest.mark.ranks(2, init=False, timeout=600)  # a page may compile what it shows
-@pytest.mark.parametrize("page", sorted(page for page in PAGES if page not in SPECIAL and programs(page)))
-def test_the_blocks_of_a_page_are_programs(page):
+@pytest.mark.parametrize(("page", "heavy"), IN_RANKS)
+def test_the_blocks_of_a_page_are_programs(page, heavy):
     assert "python -m fastcoll.launch -n 2 " in text(page).partition("```python")[0]
     for program in programs(page):
-        exec(compile(program, page, "exec"), {"__name__": "__main__"})
-        assert not fastcoll.is_initialized()
+        if is_heavy(program) == heavy:
+            exec(compile(program, page, "exec"), {"__name__": "__main__"})
+            assert not fastcoll.is_initialized()
 
 
 EXCERPTS = [
@@ -94,7 +108,12 @@ def runnable(page):
 @pytest.mark.ranks(2, init=False, timeout=600)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of pandas and JAX
 @pytest.mark.parametrize(
-    "page", sorted(page for page in PAGES.keys() - set(IN_NEW_PROCESSES) if runnable(page))
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.long] * any(map(is_heavy, runnable(page))))
+        for page in sorted(PAGES.keys() - set(IN_NEW_PROCESSES))
+        if runnable(page)
+    ],
 )
 def test_other_blocks_run_where_their_libraries_are_installed(page):
     missing, names = [], {"np": np, "dist": fastcoll}
