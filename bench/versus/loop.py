@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
-from time import perf_counter_ns
+from time import perf_counter_ns, process_time
 from typing import Any, Protocol, TextIO
 
 import numpy as np
@@ -100,21 +100,30 @@ def _measure(side: Side, call: Call, cell: Cell, job: Job) -> dict[str, Any]:
     """Time a cell's calls in batches and one by one.
 
     Returns:
-        fields of the cell's last line: `seconds` is this rank's median seconds per call over `batches` batches, and
-        `singles` has the seconds of single calls.
+        fields of the cell's last line: `seconds` is this rank's median seconds per call over `batches` batches,
+        `singles` has the seconds of single calls, and `processor` is the processor time of a call in seconds: that of
+        all threads of this rank, over all timed calls.
     """
     batches = _affordable(side, call, cell, job.seconds)
     place_threads(job.cores, side.rank)
     with no_collector():
         side.barrier()
-        singles = _time_singly(call, min(_SINGLES, batches * cell.calls))
+        before, calls = process_time(), min(_SINGLES, batches * cell.calls)
+        singles = _time_singly(call, calls)
         side.barrier()
         seconds = float(np.median(singles))
         if cell.calls > 1 or job.crowding > 1:
             seconds = _median(call, cell, batches, job)
+            calls += batches * cell.calls
             side.barrier()  # no rank allocates while others are timed
+        processor = (process_time() - before) / calls
     factor = 1 / (SHAPES | LIMITS)[cell.operation].calls_in_time
-    return {"seconds": seconds * factor, "batches": batches, "singles": (singles * factor).tolist()}
+    return {
+        "seconds": seconds * factor,
+        "processor": processor * factor,
+        "batches": batches,
+        "singles": (singles * factor).tolist(),
+    }
 
 
 def _median(call: Call, cell: Cell, batches: int, job: Job) -> float:

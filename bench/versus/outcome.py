@@ -33,6 +33,7 @@ class SideTimes:
         command: the command that started it.
         placed: each rank's cores: those of its calling thread, and those of the library's threads.
         seconds: for each round, the seconds of a call: the slowest rank's median over batches.
+        processor: for each round, the processor seconds of a call, of all ranks together.
         singles: for each rank, the seconds of calls that were timed one by one, in all rounds.
         batches: the number of timed batches, in the round that had the fewest.
         copies: the number of single copies between processes by all ranks in a call; None: they could not be counted.
@@ -45,13 +46,17 @@ class SideTimes:
     command: str
     placed: list[dict[str, list[int]]] = field(default_factory=list)
     seconds: dict[Key, list[float]] = field(default_factory=dict)
+    processor: dict[Key, list[float]] = field(default_factory=dict)
     singles: dict[Key, list[list[float]]] = field(default_factory=dict)
     batches: dict[Key, int] = field(default_factory=dict)
     copies: dict[Key, float] | None = None
 
-    def add(self, key: Key, seconds: float, batches: int, singles: Sequence[list[float]]) -> None:
+    def add(
+        self, key: Key, seconds: float, processor: float, batches: int, singles: Sequence[list[float]]
+    ) -> None:
         """Add a round's result."""
         self.seconds.setdefault(key, []).append(seconds)
+        self.processor.setdefault(key, []).append(processor)
         self.batches[key] = min(batches, self.batches.get(key, batches))
         for rank, found in zip(self.singles.setdefault(key, [[] for _ in singles]), singles, strict=True):
             rank += found
@@ -59,6 +64,10 @@ class SideTimes:
     def typical(self, key: Key) -> float | None:
         """Return the median over the rounds; None if the side does not have the cell."""
         return median(self.seconds[key]) if key in self.seconds else None
+
+    def processor_time(self, key: Key) -> float | None:
+        """Return the median over the rounds of the processor seconds of a call, of all ranks together."""
+        return median(self.processor[key]) if key in self.processor else None
 
     def p99(self, key: Key) -> float | None:
         """Return the slowest rank's 99th percentile of single calls, over all rounds."""
@@ -93,6 +102,11 @@ class Comparison:
     failed: list[str] = field(default_factory=list)
 
     @property
+    def crowded(self) -> bool:
+        """Whether ranks share cores. Then processor time matters, because a waiting rank takes it from others."""
+        return self.ranks > len(set(self.cores) or range(self.machine["usable_cores"]))
+
+    @property
     def peers(self) -> list[SideTimes]:
         """All sides except fastcoll."""
         return self.sides[1:]
@@ -120,6 +134,12 @@ class Comparison:
         ours = self.sides[0].p99(key)
         assert ours is not None
         return _quickest([side.p99(key) for side in self.peers if side.name in names], ours)
+
+    def processor_ratio(self, names: Sequence[str], key: Key) -> float | None:
+        """Return the ratio of processor times: the least of these peers over fastcoll's."""
+        ours = self.sides[0].processor_time(key)
+        assert ours is not None
+        return _quickest([side.processor_time(key) for side in self.peers if side.name in names], ours)
 
     def mean_ratio(self, names: Sequence[str], operations: Sequence[str]) -> float | None:
         """Return the geometric mean of `ratio` over all cells of these operations."""
@@ -202,7 +222,8 @@ def _side(side: SideTimes) -> dict[str, Any]:
         {"operation": key[0], "size": key[1], "batches": side.batches[key], "seconds": seconds}
         for key, seconds in side.seconds.items()
     ]
-    del described["seconds"], described["batches"], described["singles"], described["copies"]
+    for name in ("seconds", "processor", "batches", "singles", "copies"):
+        del described[name]
     return described
 
 
@@ -214,9 +235,11 @@ def _result(comparison: Comparison, key: Key) -> dict[str, Any]:
         "batches": batches,
         "calls": calls,
         "seconds": {side.name: side.typical(key) for side in comparison.sides},
+        "processor_seconds": {side.name: side.processor_time(key) for side in comparison.sides},
         "p99_seconds": {side.name: side.p99(key) for side in comparison.sides},
         "single_copies": {side.name: (side.copies or {}).get(key) for side in comparison.sides},
         "best_mpi_over_fastcoll": comparison.ratio(MPIS, key),
+        "processor_best_mpi_over_fastcoll": comparison.processor_ratio(MPIS, key),
         "p99_best_mpi_over_fastcoll": comparison.p99_ratio(MPIS, key),
         "gloo_over_fastcoll": comparison.ratio(GLOO, key),
         "limit_seconds": comparison.limit_seconds(key),

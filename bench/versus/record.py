@@ -57,7 +57,10 @@ def facts(comparison: Comparison) -> list[str]:
         f"- Software: {libraries}; Python {machine['python']}, NumPy {machine['numpy']}, Numba {machine['numba']}",
         f"- Method: median of {comparison.rounds} rounds, the sides in turn, in every second round in reverse order; "
         "in a round the slowest rank's median over batches of calls, one call verified first; in brackets the slowest "
-        "rank's 99th percentile of single calls of all rounds",
+        "rank's 99th percentile of single calls of all rounds"
+        + (
+            "; and the processor time of a call, of all ranks and their threads" if comparison.crowded else ""
+        ),
         f"- Calls: {calls(comparison)}",
         "- Limit: what NumPy alone reaches, for copies the faster of memcpy and non-temporal stores, all ranks at once "
         "on the same cores, in the same rounds",

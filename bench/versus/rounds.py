@@ -68,9 +68,9 @@ def run_once(contender: Contender) -> None:
     contender.times.library = results[0][0]["library"]
     contender.times.placed = [lines[0]["placed"] for lines in results]
     for cell, ends in ends_of(job.cells, results):
-        seconds = max(end["seconds"] for end in ends)
-        singles = [end["singles"] for end in ends]
-        contender.times.add((cell.operation, cell.size), seconds, ends[0]["batches"], singles)
+        key = cell.operation, cell.size
+        seconds, processor = max(end["seconds"] for end in ends), sum(end["processor"] for end in ends)
+        contender.times.add(key, seconds, processor, ends[0]["batches"], [end["singles"] for end in ends])
 
 
 def count_copies(contenders: Sequence[Contender]) -> None:

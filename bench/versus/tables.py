@@ -21,8 +21,9 @@ _MOSTLY = 0.5  # single copies per call, not 1, because fastcoll may try another
 def headings(comparison: Comparison) -> list[str]:
     """Return the headings of a table's columns."""
     names = [side.name for side in comparison.peers]
-    titles = ["size", *(f"{side.label}, µs (p99)" for side in comparison.sides)]
-    titles += [f"{title} / fastcoll (p99)" for title, of in _AGAINST if set(of) & set(names)]
+    brackets = "(p99; processor)" if comparison.crowded else "(p99)"
+    titles = ["size", *(f"{side.label}, µs {brackets}" for side in comparison.sides)]
+    titles += [f"{title} / fastcoll {brackets}" for title, of in _AGAINST if set(of) & set(names)]
     return [*titles, "limit, µs", "fastcoll / limit", "missed"]
 
 
@@ -108,9 +109,17 @@ def notes(comparison: Comparison) -> list[str]:
 
 def _row(comparison: Comparison, key: Key, missing: Sequence[Missed]) -> list[str]:
     cells = [format_size(key[1]) if key[1] else _NOTHING]
-    cells += [_both(_micros, side.typical(key), side.p99(key)) for side in comparison.sides]
+    crowded = comparison.crowded
     cells += [
-        _both(_times, comparison.ratio(names, key), comparison.p99_ratio(names, key))
+        _with(_micros, side.typical(key), [side.p99(key), *[side.processor_time(key)] * crowded])
+        for side in comparison.sides
+    ]
+    cells += [
+        _with(
+            _times,
+            comparison.ratio(names, key),
+            [comparison.p99_ratio(names, key), *[comparison.processor_ratio(names, key)] * crowded],
+        )
         for names in _present(comparison)
     ]
     aims = [f"{one.value} {sign(one.value)} {one.aim:g}" for one in missing]
@@ -124,13 +133,31 @@ def _means(comparison: Comparison, operation: str) -> list[str]:
 
 
 def _overall(comparison: Comparison) -> list[str]:
-    """Return the geometric means over all cells."""
-    parts = []
+    """Return the geometric means over all cells, and how many cells are at least as good as the peers' best."""
+    parts, counts = [], []
     for title, names in _AGAINST:
         mean = comparison.mean_ratio(names, comparison.operations())
         if mean is not None:
             parts.append(f"{_times(mean)} against {title}")
-    return [f"Geometric means over all cells: {', '.join(parts)}."] if parts else []
+            counts.append(f"{title}: {_share(comparison, names)}")
+    if not parts:
+        return []
+    return [
+        f"Geometric means over all cells: {', '.join(parts)}.",
+        f"Cells in which fastcoll is at least as good: {'; '.join(counts)}.",
+    ]
+
+
+def _share(comparison: Comparison, names: Sequence[str]) -> str:
+    """Return in how many of the cells fastcoll takes at most the time of the best of these peers."""
+    kinds = {"time": comparison.ratio}
+    if comparison.crowded:
+        kinds["processor time"] = comparison.processor_ratio
+    found = {kind: [ratio(names, key) for key in comparison.planned] for kind, ratio in kinds.items()}
+    return ", ".join(
+        f"{kind} {sum(ratio >= 1 for ratio in ratios if ratio)} of {sum(map(bool, ratios))}"
+        for kind, ratios in found.items()
+    )
 
 
 def _present(comparison: Comparison) -> list[tuple[str, ...]]:
@@ -155,8 +182,8 @@ def _copying(side: SideTimes) -> str:
     return "; ".join(f"{', '.join(names)} {text}" for text, names in by_sizes.items()) or "none"
 
 
-def _both(show: Callable[[float | None], str], typical: float | None, p99: float | None) -> str:
-    return show(typical) if p99 is None else f"{show(typical)} ({show(p99)})"
+def _with(show: Callable[[float | None], str], typical: float | None, more: Sequence[float | None]) -> str:
+    return show(typical) if more[0] is None else f"{show(typical)} ({'; '.join(map(show, more))})"
 
 
 def _micros(seconds: float | None) -> str:

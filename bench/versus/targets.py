@@ -61,6 +61,7 @@ class Missed(NamedTuple):
 
 VALUES = {
     "MPI": "best_mpi_over_fastcoll",
+    "processor": "processor_best_mpi_over_fastcoll",
     "p99": "p99_best_mpi_over_fastcoll",
     "Gloo": "gloo_over_fastcoll",
     "copy": "fastcoll_over_limit",
@@ -79,6 +80,8 @@ TARGETS = (
     Target("shm", _TEN, _ANY, "p99", 1.0),
     Target("shm", _SHARED, (_M, _ANY[1]), "own", 1.8),
     Target("shm", _SHARED, (_M, _ANY[1]), "MPI", 3.0),
+    Target("shm, crowded", _TEN, _ANY, "MPI", 1.0),
+    Target("shm, crowded", _TEN, _ANY, "processor", 1.0),
     Target("shm, crowded", ("all_reduce",), _ANY, "MPI", 2.0),
     Target("tcp", _FIVE, (0, 32 * _K), "MPI", 1.0),
     Target("tcp", _FIVE, (4 * _M, _ANY[1]), "MPI", 1.5),

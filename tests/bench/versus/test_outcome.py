@@ -19,7 +19,7 @@ def side(name, label, micros):
     for key, value in zip(KEYS, micros, strict=True):
         for factor in (1, 50, 0.9) if value else ():
             singles = [[value * factor * 1e-6] * 10, [2 * value * factor * 1e-6] * 10]
-            times.add(key, value * factor * 1e-6, 25, singles)
+            times.add(key, value * factor * 1e-6, 3 * value * factor * 1e-6, 25, singles)
     return times
 
 
@@ -30,8 +30,8 @@ def comparison(peers=("openmpi", "mpich", "gloo")):
         "gloo": side("gloo", "Gloo", [300, 600, 200, None]),
     }
     limit = SideTimes("limit", "limit", "", "NumPy", "")
-    limit.add(("stream", 8), 0.3e-6, 25, [])
-    limit.add(("stream", SIZE), 36e-6, 25, [])
+    limit.add(("stream", 8), 0.3e-6, 0.6e-6, 25, [])
+    limit.add(("stream", SIZE), 36e-6, 72e-6, 25, [])
     machine = {"cpu": "a CPU", "caches": "L2 2M", "cores": 2, "usable_cores": 2, "kernel": "Linux 6"}
     machine |= {"python": "3.12", "numpy": "2", "numba": "0.6"}
     return Comparison(
@@ -43,8 +43,8 @@ def comparison(peers=("openmpi", "mpich", "gloo")):
 
 def test_p99_is_the_slowest_ranks_over_the_calls_of_all_rounds():
     times = SideTimes("fastcoll", "fastcoll", "", "", "")
-    times.add(("barrier", 0), 1.0, 25, [[1.0] * 50, [2.0] * 50])
-    times.add(("barrier", 0), 1.0, 25, [[5.0] * 50, [3.0] * 50])
+    times.add(("barrier", 0), 1.0, 2.0, 25, [[1.0] * 50, [2.0] * 50])
+    times.add(("barrier", 0), 1.0, 2.0, 25, [[5.0] * 50, [3.0] * 50])
     assert times.p99(("barrier", 0)) == 5.0
     assert times.p99(("all_reduce", 8)) is None
 
@@ -66,8 +66,8 @@ def test_the_limit_is_the_quickest_of_its_kinds_where_there_is_one():
     assert found.over_limit(("custom", SIZE)) == pytest.approx(1.25)
     assert found.over_limit(("all_reduce", 8)) is None
     assert found.over_limit(("barrier", 0)) is None
-    found.limit.add(("copy", SIZE), 30e-6, 25, [])
-    found.limit.add(("copy_past", SIZE), 20e-6, 25, [])
+    found.limit.add(("copy", SIZE), 30e-6, 60e-6, 25, [])
+    found.limit.add(("copy_past", SIZE), 20e-6, 40e-6, 25, [])
     assert found.limit_seconds(("broadcast", SIZE)) == pytest.approx(20e-6)
 
 
@@ -77,12 +77,25 @@ def test_arrays_in_shared_pages_are_compared_with_ordinary_ones():
     for key, seconds in ((ordinary, 9e-6), (shared, 6e-6)):
         found.planned[key] = (25, 1)
         for one in found.sides:
-            one.add(key, seconds, 25, [[seconds], [seconds]])
+            one.add(key, seconds, 2 * seconds, 25, [[seconds], [seconds]])
     assert found.ordinary_over_shared(shared) == pytest.approx(1.5)
     assert found.ordinary_over_shared(ordinary) is None
     said = "fastcoll on ordinary arrays over arrays in shared pages: 1.50 at 1M."
     assert said in tables.faster_peers(found)
     assert Missed(*shared, "own", pytest.approx(1.5), 1.8) in tables.misses(found)
+
+
+def test_if_ranks_share_cores_processor_times_are_compared_too():
+    found = comparison(["openmpi", "gloo"])
+    assert not found.crowded
+    found.ranks = 3
+    assert found.crowded
+    found.sides[0].processor["all_reduce", 8] = [9e-6] * 3
+    assert found.processor_ratio(MPIS, ("all_reduce", 8)) == pytest.approx(2 / 3)
+    row = "| 8 | 1.00 (100.00; 9.00) | 2.00 (200.0; 6.00) | 300.0 (30000; 900.0) | 2.00 (2.00; 0.67) | 300 (300; 100) |"
+    assert any(line.startswith(row) for line in tables.markdown(found, "all_reduce"))
+    assert "best MPI: time 3 of 4, processor time 2 of 4; Gloo: time 3 of 3" in tables.faster_peers(found)[-1]
+    assert Missed("all_reduce", 8, "processor", pytest.approx(2 / 3), 1.0) in tables.misses(found)
 
 
 def test_a_table_for_a_terminal():
@@ -109,9 +122,10 @@ def test_where_each_side_copies_once():
 
 def test_faster_peers_and_notes():
     found = comparison()
-    *faster, _, means = tables.faster_peers(found)
+    *faster, _, means, cells = tables.faster_peers(found)
     assert faster == ["Open MPI is faster at: barrier.", "MPICH is faster at: nothing."]
     assert means == "Geometric means over all cells: 2.51 against best MPI, 96.55 against Gloo."
+    assert cells == "Cells in which fastcoll is at least as good: best MPI: time 3 of 4; Gloo: time 3 of 3."
     assert tables.notes(found) == []
     found.sides[3].batches["barrier", 0] = 3
     found.sides[3].batches["all_reduce", SIZE] = 4
@@ -175,7 +189,7 @@ def test_the_slowest_rank_counts(monkeypatch):
     cells = (Cell("all_reduce", 2, 8, 25, 40), Cell("barrier", 0, 0, 25, 40))
 
     def lines_of(*seconds):
-        ends = {"batches": 25, "singles": [1.0]}
+        ends = {"processor": 1.5, "batches": 25, "singles": [1.0]}
         return [
             {"library": "x", "placed": {"caller": [0], "others": []}},
             *({"ends": number, "seconds": time, **ends} for number, time in enumerate(seconds)),
@@ -185,3 +199,4 @@ def test_the_slowest_rank_counts(monkeypatch):
     times = SideTimes("fastcoll", "", "", "", "")
     rounds.run_once(Contender(None, Job(cells, 2, "float32", (), 1.0, 5.0), times))
     assert times.seconds == {("all_reduce", 8): [2.0], ("barrier", 0): [4.0]}
+    assert times.processor_time(("barrier", 0)) == 3.0
