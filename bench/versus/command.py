@@ -39,6 +39,7 @@ class Options:
         pythons: by peer, the Python that the user has given for it.
         install: whether to make environments for peers that are not found.
         sizes: the sizes in bytes.
+        hosts: how many hosts, which are namespaces of this machine, the ranks are divided among.
         cores: the cores to which ranks are pinned in turn; empty: they are not pinned.
         scale: a factor for the number of batches.
         seconds: the most seconds for a cell in a round; a cell that would take longer gets fewer batches.
@@ -55,6 +56,7 @@ class Options:
     sizes: Sequence[int]
     dtype: str
     ranks: int
+    hosts: int
     cores: Sequence[int]
     rounds: int
     scale: float
@@ -88,6 +90,10 @@ def check(options: Options) -> None:
     parse_backend(options.backend)
     if options.ranks < 2:
         raise UsageError(f"-n is {options.ranks}; a comparison needs at least 2 ranks")
+    if options.ranks % options.hosts:
+        raise UsageError(f"-n is {options.ranks}; it must be a multiple of --hosts {options.hosts}")
+    if options.hosts > 1 and any(peer.name == "openmpi-tcp" for peer in options.peers):
+        raise UsageError("openmpi-tcp is for one host; with --hosts compare with openmpi")
     if options.dtype not in DTYPES:
         raise UsageError(f"--vs compares {', '.join(DTYPES)}, not {options.dtype}: all peers have these")
 
@@ -137,21 +143,23 @@ def measure(options: Options, found: Sequence[Found]) -> Comparison:
     contenders = make_contenders(options, found)
     comparison = _describe(options, contenders)
     comparison.failed += run_rounds(contenders, options.rounds)
-    count_copies([contender for contender in contenders if contender.times.seconds])
+    if options.hosts == 1:
+        count_copies([contender for contender in contenders if contender.times.seconds])
     comparison.sides = [side for side in comparison.sides if side.seconds]
     return comparison
 
 
 def make_contenders(options: Options, found: Sequence[Found]) -> list[Contender]:
     """Return fastcoll, the limit and the peers, each with its job."""
-    planned = plan(options)
+    planned, hosts = plan(options), options.hosts
+    limits = limit_cells(planned) if hosts == 1 else []
     sides = [
-        _contender(options, launch.ours(OURS, options.ranks), "fastcoll", "this environment", planned),
-        _contender(options, launch.ours(LIMIT, options.ranks), "limit", "NumPy", limit_cells(planned)),
+        _contender(options, launch.ours(OURS, options.ranks, hosts), "fastcoll", "this environment", planned),
+        _contender(options, launch.ours(LIMIT, options.ranks, hosts), "limit", "NumPy", limits),
     ]
     for one in found:
         has = [cell for cell in planned if cell.operation not in one.peer.lacks]
-        started = launch.peers(one, options.ranks, _shared_cores(options))
+        started = launch.peers(one, options.ranks, _shared_cores(options), hosts)
         sides.append(_contender(options, started, one.peer.label, one.where, has))
     return [side for side in sides if side.job.cells]
 
@@ -189,6 +197,7 @@ def _contender(
         crowding,
         options.seconds,
         options.backend,
+        options.hosts,
     )
     return Contender(started, job, SideTimes(started.side, label, "", where, started.shown))
 
@@ -206,6 +215,7 @@ def _describe(options: Options, contenders: Sequence[Contender]) -> Comparison:
         machine=machine(len(os.sched_getaffinity(0))),
         backend=options.backend,
         ranks=options.ranks,
+        hosts=options.hosts,
         cores=list(options.cores),
         dtype=options.dtype,
         rounds=options.rounds,
@@ -227,7 +237,7 @@ def _header(comparison: Comparison) -> list[str]:
 
 def _body(comparison: Comparison) -> list[str]:
     tables = [line for operation in comparison.operations() for line in text(comparison, operation)]
-    lines = [*faster_peers(comparison), single_copies(comparison), *notes(comparison)]
+    lines = [*faster_peers(comparison), *single_copies(comparison), *notes(comparison)]
     if found := misses(comparison):
         lines += ["", *targets.markdown(found)]
     return [*tables, "#", *(f"# {line}".rstrip() for line in lines)]

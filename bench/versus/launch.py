@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shlex
 import signal
 import subprocess
@@ -24,7 +25,9 @@ from .peers import Found
 from .plan import Job
 
 _START = Path(__file__).with_name("start.py")
-_LAUNCHED = "python -m fastcoll.launch -n {}"
+_ON_HOSTS = Path(__file__).with_name("on_hosts.py")
+# Between hosts that are namespaces. By default UCX, which MPICH uses, sees one machine, and sends nothing over TCP.
+_OVER_TCP = {"GLOO_SOCKET_IFNAME": "eth0", "UCX_TLS": "tcp,self", "FI_PROVIDER": "tcp"}
 _GRACE_SECONDS = 2.0
 _SHOWN_LINES = 40
 
@@ -51,20 +54,22 @@ class Launch:
     shown: str
 
 
-def ours(side: str, ranks: int) -> Launch:
+def ours(side: str, ranks: int, hosts: int) -> Launch:
     """Return the command for fastcoll or the limit, in this Python."""
-    return Launch(side, (*_launcher(ranks), str(_START), side), _LAUNCHED.format(ranks))
+    return _launched(side, ranks, hosts, (str(_START), side))
 
 
-def peers(found: Found, ranks: int, cores: int) -> Launch:
+def peers(found: Found, ranks: int, cores: int, hosts: int) -> Launch:
     """Return the command for a peer, in its own Python."""
     name = found.peer.name
     worker = (str(found.python), str(_START), name)
     if not found.peer.is_mpi:
-        return Launch(name, (*_launcher(ranks), "--no_python", *worker), _LAUNCHED.format(ranks))
+        return _launched(name, ranks, hosts, ("--no_python", *worker))
     general = _open_mpi_options(ranks, cores) if found.peer.home == "openmpi" else ()
-    options = [*general, *found.peer.options, "-n", str(ranks)]
-    words = (*_launcher(1), "--no_python", str(found.mpiexec), *options, *worker)
+    places = _host_options(found.peer.home, ranks, hosts) if hosts > 1 else ()
+    options = [*general, *found.peer.options, *places, "-n", str(ranks)]
+    before = (sys.executable, str(_ON_HOSTS), str(hosts), "first") if hosts > 1 else ()
+    words = (*before, *_launcher(1), "--no_python", str(found.mpiexec), *options, *worker)
     return Launch(name, words, shlex.join(["mpiexec", *options]))
 
 
@@ -82,7 +87,7 @@ def run(launch: Launch, job: Job, folder: Path, timeout: float) -> list[list[dic
     with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-            env=_environment(folder), start_new_session=True,
+            env=_environment(folder, job.hosts), start_new_session=True,
         )  # fmt: skip
         try:
             code = process.wait(timeout)
@@ -96,10 +101,28 @@ def run(launch: Launch, job: Job, folder: Path, timeout: float) -> list[list[dic
     return results
 
 
+def _launched(side: str, ranks: int, hosts: int, program: Sequence[str]) -> Launch:
+    """Return the command that starts a program under fastcoll's launcher, with one launcher on each host."""
+    if hosts == 1:
+        return Launch(side, (*_launcher(ranks), *program), f"python -m fastcoll.launch -n {ranks}")
+    each = ("--nnodes", str(hosts), "--node_rank", "{node}", "--master_addr", "host0")
+    words = (*_launcher(ranks // hosts), *each, *program)
+    shown = shlex.join(["python", "-m", "fastcoll.launch", "-n", str(ranks // hosts), *each])
+    return Launch(side, (sys.executable, str(_ON_HOSTS), str(hosts), "each", *words), shown)
+
+
 def _launcher(ranks: int) -> tuple[str, ...]:
     return (
         sys.executable, "-m", "fastcoll.launch", "--no_prefix", "--grace", f"{_GRACE_SECONDS:g}", "-n", str(ranks),
     )  # fmt: skip
+
+
+def _host_options(mpi: str, ranks: int, hosts: int) -> Sequence[str]:
+    """Return mpiexec's options for ranks on several hosts, each with as many neighbouring ranks."""
+    names, each = [f"host{host}" for host in range(hosts)], ranks // hosts
+    if mpi == "openmpi":
+        return ["--mca", "plm_ssh_agent", "{agent}", "--host", ",".join(f"{name}:{each}" for name in names)]
+    return ["-launcher", "ssh", "-launcher-exec", "{agent}", "-hosts", ",".join(names), "-ppn", str(each)]
 
 
 def _open_mpi_options(ranks: int, cores: int) -> Sequence[str]:
@@ -117,14 +140,15 @@ def _tied() -> list[str]:
     return [sys.executable, lifeline.__file__, str(os.getpid())]
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def _environment(folder: Path, hosts: int) -> dict[str, str]:
     """Return the environment of all sides.
 
     Ranks have one thread for computing, and temporary files go to `folder`, which is removed. Intel MPI pins no ranks,
     because ranks pin themselves.
     """
     one_thread = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "I_MPI_PIN": "0"}
-    return {**one_thread, **os.environ, "TMPDIR": str(folder)}
+    network = {"FASTCOLL_SECRET": secrets.token_hex(32), **_OVER_TCP} if hosts > 1 else {}
+    return {**one_thread, **network, **os.environ, "TMPDIR": str(folder)}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -102,13 +102,13 @@ def _measure(side: Side, call: Call, cell: Cell, job: Job) -> dict[str, Any]:
     Returns:
         fields of the cell's last line: `seconds` is this rank's median seconds per call over `batches` batches,
         `singles` has the seconds of single calls, and `processor` is the processor time of a call in seconds: that of
-        all threads of this rank, over all timed calls.
+        all threads of this rank, over all timed calls. `sent` is how many bytes this rank's host has sent in a call.
     """
     batches = _affordable(side, call, cell, job.seconds)
     place_threads(job.cores, side.rank)
     with no_collector():
         side.barrier()
-        before, calls = process_time(), min(_SINGLES, batches * cell.calls)
+        before, calls = (process_time(), bytes_sent()), min(_SINGLES, batches * cell.calls)
         singles = _time_singly(call, calls)
         side.barrier()
         seconds = float(np.median(singles))
@@ -116,14 +116,21 @@ def _measure(side: Side, call: Call, cell: Cell, job: Job) -> dict[str, Any]:
             seconds = _median(call, cell, batches, job)
             calls += batches * cell.calls
             side.barrier()  # no rank allocates while others are timed
-        processor = (process_time() - before) / calls
+        processor, sent = process_time() - before[0], bytes_sent() - before[1]
     factor = 1 / (SHAPES | LIMITS)[cell.operation].calls_in_time
     return {
         "seconds": seconds * factor,
-        "processor": processor * factor,
+        "processor": processor / calls * factor,
+        "sent": sent / calls * factor,
         "batches": batches,
         "singles": (singles * factor).tolist(),
     }
+
+
+def bytes_sent() -> int:
+    """Return how many bytes this host has sent over all its interfaces but the loopback one."""
+    interfaces = [path for path in Path("/sys/class/net").iterdir() if path.name != "lo"]
+    return sum(int((path / "statistics/tx_bytes").read_text()) for path in interfaces)
 
 
 def _median(call: Call, cell: Cell, batches: int, job: Job) -> float:

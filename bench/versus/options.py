@@ -71,6 +71,13 @@ def _add_options(add: Callable[..., Any]) -> None:
         action="store_true",
         help="make environments in the user's cache for the peers that are not found",
     )
+    add(
+        "--hosts",
+        type=positive(int),
+        default=1,
+        metavar="N",
+        help="divide the ranks among N hosts, which are namespaces of this machine; needs root and iproute2",
+    )
     add("--rounds", type=positive(int), default=5, metavar="N", help="runs of each side (default: 5)")
     add(
         "--scale",
@@ -98,6 +105,7 @@ def _options_of(given: argparse.Namespace, words: Sequence[str]) -> Options:
         sizes=given.sizes or _sizes(given),
         dtype=_one_dtype(given.dtype),
         ranks=2 if given.ranks is None else given.ranks,
+        hosts=given.hosts,
         cores=given.cores,
         rounds=given.rounds,
         scale=given.scale,

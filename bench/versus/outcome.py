@@ -35,6 +35,7 @@ class SideTimes:
         seconds: for each round, the seconds of a call: the slowest rank's median over batches.
         processor: for each round, the processor seconds of a call, of all ranks together.
         singles: for each rank, the seconds of calls that were timed one by one, in all rounds.
+        sent: the bytes that a host sends in a call, the mean over the hosts, in the last round.
         batches: the number of timed batches, in the round that had the fewest.
         copies: the number of single copies between processes by all ranks in a call; None: they could not be counted.
     """
@@ -48,6 +49,7 @@ class SideTimes:
     seconds: dict[Key, list[float]] = field(default_factory=dict)
     processor: dict[Key, list[float]] = field(default_factory=dict)
     singles: dict[Key, list[list[float]]] = field(default_factory=dict)
+    sent: dict[Key, float] = field(default_factory=dict)
     batches: dict[Key, int] = field(default_factory=dict)
     copies: dict[Key, float] | None = None
 
@@ -93,6 +95,7 @@ class Comparison:
     machine: dict[str, Any]
     backend: str
     ranks: int
+    hosts: int
     cores: list[int]
     dtype: str
     rounds: int
@@ -222,7 +225,7 @@ def _side(side: SideTimes) -> dict[str, Any]:
         {"operation": key[0], "size": key[1], "batches": side.batches[key], "seconds": seconds}
         for key, seconds in side.seconds.items()
     ]
-    for name in ("seconds", "processor", "batches", "singles", "copies"):
+    for name in ("seconds", "processor", "sent", "batches", "singles", "copies"):
         del described[name]
     return described
 
@@ -236,10 +239,12 @@ def _result(comparison: Comparison, key: Key) -> dict[str, Any]:
         "calls": calls,
         "seconds": {side.name: side.typical(key) for side in comparison.sides},
         "processor_seconds": {side.name: side.processor_time(key) for side in comparison.sides},
+        "sent_bytes": {side.name: side.sent.get(key) for side in comparison.sides},
         "p99_seconds": {side.name: side.p99(key) for side in comparison.sides},
         "single_copies": {side.name: (side.copies or {}).get(key) for side in comparison.sides},
         "best_mpi_over_fastcoll": comparison.ratio(MPIS, key),
         "processor_best_mpi_over_fastcoll": comparison.processor_ratio(MPIS, key),
+        "processor_gloo_over_fastcoll": comparison.processor_ratio(GLOO, key),
         "p99_best_mpi_over_fastcoll": comparison.p99_ratio(MPIS, key),
         "gloo_over_fastcoll": comparison.ratio(GLOO, key),
         "limit_seconds": comparison.limit_seconds(key),

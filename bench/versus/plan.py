@@ -104,6 +104,7 @@ class Job:
         crowding: ranks per core; if it is more than 1, ranks share cores.
         seconds: the most seconds for a cell; a cell that would take longer gets fewer batches.
         backend: fastcoll's backend.
+        hosts: how many hosts the ranks are on, each with as many neighbouring ranks.
         counted: whether to count each cell's single copies (see `single_copy`) instead of measuring.
     """
 
@@ -114,6 +115,7 @@ class Job:
     crowding: float
     seconds: float
     backend: str = "auto"
+    hosts: int = 1
     counted: bool = False
 
     def write(self, folder: Path) -> None:

@@ -10,6 +10,11 @@ from . import targets
 from .outcome import Comparison
 from .tables import faster_peers, join, markdown, misses, notes, single_copies, title
 
+_LIMIT = (
+    "- Limit: what NumPy alone reaches, for copies the faster of memcpy and non-temporal stores, all ranks at once on "
+    "the same cores, in the same rounds"
+)
+
 
 def page_name(comparison: Comparison, name: str | None) -> str:
     """Return `DATE-NAME.md`; the default name has the operation, or `comparison`, and the number of ranks."""
@@ -39,7 +44,7 @@ def page(comparison: Comparison) -> list[str]:
             blocks.append([f"## {title(comparison, operation)}"])
         blocks.append(markdown(comparison, operation))
     blocks += [
-        [f"- {line}" for line in [*faster_peers(comparison), single_copies(comparison), *notes(comparison)]]
+        [f"- {line}" for line in [*faster_peers(comparison), *single_copies(comparison), *notes(comparison)]]
     ]
     if found := misses(comparison):
         blocks += [["## Missed aims"], targets.markdown(found)]
@@ -53,7 +58,7 @@ def facts(comparison: Comparison) -> list[str]:
     return [
         f"- Machine: {machine['cpu']}, {machine['caches']}, {machine['cores']} cores "
         f"({machine['usable_cores']} usable), {machine['kernel']}",
-        f"- Ranks: {comparison.ranks}, {placement(comparison)}",
+        f"- Ranks: {comparison.ranks}{hosts(comparison)}, {placement(comparison)}",
         f"- Software: {libraries}; Python {machine['python']}, NumPy {machine['numpy']}, Numba {machine['numba']}",
         f"- Method: median of {comparison.rounds} rounds, the sides in turn, in every second round in reverse order; "
         "in a round the slowest rank's median over batches of calls, one call verified first; in brackets the slowest "
@@ -62,8 +67,7 @@ def facts(comparison: Comparison) -> list[str]:
             "; and the processor time of a call, of all ranks and their threads" if comparison.crowded else ""
         ),
         f"- Calls: {calls(comparison)}",
-        "- Limit: what NumPy alone reaches, for copies the faster of memcpy and non-temporal stores, all ranks at once "
-        "on the same cores, in the same rounds",
+        *([] if comparison.hosts > 1 else [_LIMIT]),
         "- Missed: the aims in `bench/versus/targets.py` that a cell does not reach",
         f"- Command: `{comparison.command}`",
         *(f"- {side.label}: `{side.command}`" for side in comparison.sides),
@@ -75,6 +79,13 @@ def placement(comparison: Comparison) -> str:
     if not comparison.cores:
         return "not pinned"
     return f"pinned to cores {', '.join(map(str, comparison.cores))} in turn"
+
+
+def hosts(comparison: Comparison) -> str:
+    """Return how many hosts the ranks are on, if it is more than one."""
+    if comparison.hosts == 1:
+        return ""
+    return f" on {comparison.hosts} hosts, which are namespaces of one machine, joined by veth pairs and a bridge"
 
 
 def calls(comparison: Comparison) -> str:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
@@ -71,6 +72,7 @@ def run_once(contender: Contender) -> None:
         key = cell.operation, cell.size
         seconds, processor = max(end["seconds"] for end in ends), sum(end["processor"] for end in ends)
         contender.times.add(key, seconds, processor, ends[0]["batches"], [end["singles"] for end in ends])
+        contender.times.sent[key] = fmean(end["sent"] for end in ends)
 
 
 def count_copies(contenders: Sequence[Contender]) -> None:

@@ -22,7 +22,8 @@ def headings(comparison: Comparison) -> list[str]:
     """Return the headings of a table's columns."""
     names = [side.name for side in comparison.peers]
     brackets = "(p99; processor)" if comparison.crowded else "(p99)"
-    titles = ["size", *(f"{side.label}, µs {brackets}" for side in comparison.sides)]
+    sent = ", KiB sent" if comparison.hosts > 1 else ""
+    titles = ["size", *(f"{side.label}, µs {brackets}{sent}" for side in comparison.sides)]
     titles += [f"{title} / fastcoll {brackets}" for title, of in _AGAINST if set(of) & set(names)]
     return [*titles, "limit, µs", "fastcoll / limit", "missed"]
 
@@ -86,14 +87,16 @@ def misses(comparison: Comparison) -> list[Missed]:
     return missed(document(comparison))
 
 
-def single_copies(comparison: Comparison) -> str:
-    """Return sentences that say where fastcoll and each MPI make single copies.
+def single_copies(comparison: Comparison) -> list[str]:
+    """Return a line that says where fastcoll and each MPI make single copies, with operations and sizes.
 
-    They name operations and sizes.
+    There is none for several hosts, where they are not counted.
     """
+    if comparison.hosts > 1:
+        return []
     others = single_copy.devices()
     parts = [f"{side.label}: {_copying(side)}" for side in comparison.sides if side.name in (OURS, *MPIS)]
-    return f"{_COUNTED}{' and '.join(others) or 'no XPMEM, no KNEM'} here). {'. '.join(parts)}."
+    return [f"{_COUNTED}{' and '.join(others) or 'no XPMEM, no KNEM'} here). {'. '.join(parts)}."]
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -112,6 +115,7 @@ def _row(comparison: Comparison, key: Key, missing: Sequence[Missed]) -> list[st
     crowded = comparison.crowded
     cells += [
         _with(_micros, side.typical(key), [side.p99(key), *[side.processor_time(key)] * crowded])
+        + (f", {_kibibytes(side.sent.get(key))}" if comparison.hosts > 1 else "")
         for side in comparison.sides
     ]
     cells += [
@@ -188,6 +192,10 @@ def _with(show: Callable[[float | None], str], typical: float | None, more: Sequ
 
 def _micros(seconds: float | None) -> str:
     return _NOTHING if seconds is None else digits(seconds * 1e6)
+
+
+def _kibibytes(sent: float | None) -> str:
+    return _NOTHING if sent is None else digits(sent / 1024)
 
 
 def _times(ratio: float | None) -> str:

@@ -62,6 +62,7 @@ class Missed(NamedTuple):
 VALUES = {
     "MPI": "best_mpi_over_fastcoll",
     "processor": "processor_best_mpi_over_fastcoll",
+    "Gloo's processor": "processor_gloo_over_fastcoll",
     "p99": "p99_best_mpi_over_fastcoll",
     "Gloo": "gloo_over_fastcoll",
     "copy": "fastcoll_over_limit",
@@ -83,6 +84,7 @@ TARGETS = (
     Target("shm, crowded", _TEN, _ANY, "MPI", 1.0),
     Target("shm, crowded", _TEN, _ANY, "processor", 1.0),
     Target("shm, crowded", ("all_reduce",), _ANY, "MPI", 2.0),
+    Target("hosts", (), _ANY, "Gloo's processor", 1.0),
     Target("tcp", _FIVE, (0, 32 * _K), "MPI", 1.0),
     Target("tcp", _FIVE, (4 * _M, _ANY[1]), "MPI", 1.5),
     Target("tcp", _FIVE, _ANY, "Gloo", 2.0),
@@ -111,6 +113,8 @@ def kind(report: Report) -> str:
     """Return the kind of a report."""
     if report["kind"] != "versus":
         return str(report["kind"])
+    if report["hosts"] > 1:
+        return "hosts"
     if "tcp" in report["backend"]:
         return "tcp"
     return "shm" if report["ranks"] <= report["machine"]["usable_cores"] else "shm, crowded"

@@ -35,7 +35,7 @@ def comparison(peers=("openmpi", "mpich", "gloo")):
     machine = {"cpu": "a CPU", "caches": "L2 2M", "cores": 2, "usable_cores": 2, "kernel": "Linux 6"}
     machine |= {"python": "3.12", "numpy": "2", "numba": "0.6"}
     return Comparison(
-        "2030-01-02T03:04:05+00:00", "python -m fastcoll.bench --vs x", machine, "auto", 2, [0, 1], "float32", 3,
+        "2030-01-02T03:04:05+00:00", "python -m fastcoll.bench --vs x", machine, "auto", 2, 1, [0, 1], "float32", 3,
         dict.fromkeys(KEYS, (25, 40)), [side("fastcoll", "fastcoll", [1, 40, 1, 45]), *(every[p] for p in peers)],
         limit,
     )  # fmt: skip
@@ -98,6 +98,17 @@ def test_if_ranks_share_cores_processor_times_are_compared_too():
     assert Missed("all_reduce", 8, "processor", pytest.approx(2 / 3), 1.0) in tables.misses(found)
 
 
+def test_on_several_hosts_the_bytes_of_a_host_are_shown():
+    found = comparison(["gloo"])
+    found.hosts = 2
+    found.sides[0].sent["all_reduce", SIZE] = 2.5 * SIZE
+    row = "| 1M | 40.00 (4000), 2560 | 600.0 (60000), – | 15.00 (15.00) |"
+    assert any(line.startswith(row) for line in tables.markdown(found, "all_reduce"))
+    assert "2 on 2 hosts, which are namespaces" in "\n".join(record.page(found))
+    found.sides[0].processor["all_reduce", 8] = [1800e-6] * 3
+    assert tables.misses(found) == [Missed("all_reduce", 8, "Gloo's processor", pytest.approx(0.5), 1.0)]
+
+
 def test_a_table_for_a_terminal():
     lines = tables.text(comparison(["openmpi", "gloo"]), "all_reduce")
     assert lines[1] == "# all_reduce, float32"
@@ -115,7 +126,8 @@ def test_where_each_side_copies_once():
     found = comparison(["openmpi", "mpich"])
     found.sides[0].copies = dict.fromkeys(KEYS, 0.1)
     found.sides[1].copies = {("all_reduce", 8): 0, ("all_reduce", 4096): 2.0, ("all_reduce", SIZE): 4.0}
-    assert tables.single_copies(found).endswith(
+    (line,) = tables.single_copies(found)
+    assert line.endswith(
         "here). fastcoll: none. Open MPI: all_reduce from 4K on. MPICH: not to be seen here."
     )
 
@@ -189,7 +201,7 @@ def test_the_slowest_rank_counts(monkeypatch):
     cells = (Cell("all_reduce", 2, 8, 25, 40), Cell("barrier", 0, 0, 25, 40))
 
     def lines_of(*seconds):
-        ends = {"processor": 1.5, "batches": 25, "singles": [1.0]}
+        ends = {"processor": 1.5, "sent": 512.0, "batches": 25, "singles": [1.0]}
         return [
             {"library": "x", "placed": {"caller": [0], "others": []}},
             *({"ends": number, "seconds": time, **ends} for number, time in enumerate(seconds)),

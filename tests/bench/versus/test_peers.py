@@ -119,15 +119,18 @@ def test_how_peers_are_launched(monkeypatch):
     monkeypatch.setattr(launch.os, "geteuid", lambda: 1000)
     path = Path("/env/bin/python")
     open_mpi = Found(PEERS["openmpi"], path, "", "", path.parent / "mpiexec")
-    assert launch.peers(open_mpi, 2, 2).shown == "mpiexec --bind-to none --oversubscribe -n 2"
-    assert launch.peers(open_mpi, 4, 2).shown.endswith("--mca mpi_yield_when_idle 1 -n 4")
-    mpich = launch.peers(Found(PEERS["mpich"], path, "", "", path.parent / "mpiexec"), 4, 2)
+    assert launch.peers(open_mpi, 2, 2, 1).shown == "mpiexec --bind-to none --oversubscribe -n 2"
+    assert launch.peers(open_mpi, 4, 2, 1).shown.endswith("--mca mpi_yield_when_idle 1 -n 4")
+    mpich = launch.peers(Found(PEERS["mpich"], path, "", "", path.parent / "mpiexec"), 4, 2, 1)
     assert mpich.words[-6:-1] == ("/env/bin/mpiexec", "-n", "4", "/env/bin/python", str(launch._START))
-    over_tcp = launch.peers(Found(PEERS["openmpi-tcp"], path, "", "", path.parent / "mpiexec"), 2, 2)
+    over_tcp = launch.peers(Found(PEERS["openmpi-tcp"], path, "", "", path.parent / "mpiexec"), 2, 2, 1)
     assert over_tcp.side == "openmpi-tcp"
     command = "mpiexec --bind-to none --oversubscribe --mca pml ob1 --mca btl tcp,self --mca btl_tcp_if_include lo -n 2"
     assert over_tcp.shown == command
-    gloo = launch.peers(Found(PEERS["gloo"], path, "", ""), 4, 2)
+    on_hosts = launch.peers(open_mpi, 6, 2, 2)
+    assert on_hosts.words[2:4] == ("2", "first")
+    assert on_hosts.shown.endswith("--mca plm_ssh_agent '{agent}' --host host0:3,host1:3 -n 6")
+    gloo = launch.peers(Found(PEERS["gloo"], path, "", ""), 4, 2, 1)
     assert gloo.shown == "python -m fastcoll.launch -n 4"
     monkeypatch.setattr(launch.os, "geteuid", lambda: 0)
-    assert "--allow-run-as-root" in launch.peers(open_mpi, 2, 2).shown
+    assert "--allow-run-as-root" in launch.peers(open_mpi, 2, 2, 1).shown

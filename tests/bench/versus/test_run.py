@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from programs import until
+from versus.on_hosts import agent_of
 from versus.options import main
 
 import fastcoll
@@ -92,6 +93,21 @@ def test_a_comparison(gloo, tmp_path, temporary, capfd):
 
 
 @pytest.mark.long
+def test_a_comparison_on_two_hosts(gloo, capfd, join_hosts):
+    words = "all_gather --vs gloo --sizes 1M -n 4 --hosts 2 --rounds 1 --scale 0.1 --json out.json"
+    assert main([*words.split(), *gloo()]) == 0, capfd.readouterr().err
+    (row,) = json.loads(Path("out.json").read_text())["results"]
+    sent = row["sent_bytes"]["fastcoll"]  # each host has half of the result, and sends it to the other
+    assert 1 << 19 < sent < 1.2 * (1 << 19)
+    assert row["processor_gloo_over_fastcoll"] > 0
+    (host, other) = join_hosts(2)
+    agent = Path("agent")
+    agent.write_text(agent_of((host, other)))
+    words = [*host.enter(), "sh", agent, "-x", "host1", "hostname;", "echo", "two words"]
+    assert subprocess.run(words, capture_output=True, text=True).stdout == "host1\ntwo words\n"
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("operation", "fault", "said"),
     [
@@ -159,6 +175,8 @@ def wait_for_ranks(folder, line, side, process):
         (["--vs", "nccl"], "no peer 'nccl'; known: gloo, openmpi, openmpi-tcp, mpich"),
         (["sendrecv", "--vs", "gloo"], "no operation 'sendrecv' to compare; known: all_reduce"),
         (["--vs", "gloo", "-n", "1"], "needs at least 2 ranks"),
+        (["--vs", "gloo", "-n", "3", "--hosts", "2"], "-n is 3; it must be a multiple of --hosts 2"),
+        (["--vs", "openmpi-tcp", "-n", "4", "--hosts", "2"], "openmpi-tcp is for one host"),
         (["--vs", "gloo", "-d", "bfloat16"], "not bfloat16"),
         (["--vs", "gloo", "-d", "int8,int32"], "one dtype at a time"),
         (["--vs", "gloo", "--cores", "4000"], "may not use core 4000"),

@@ -9,7 +9,7 @@ from versus.targets import Missed, kind, missed
 M = 1 << 20
 
 
-def report(*rows, kind="versus", backend="auto", ranks=2):
+def report(*rows, kind="versus", backend="auto", ranks=2, hosts=1):
     """Return a report of `(operation, size, values)`; values by the names of targets.VALUES."""
     results = [
         {"operation": operation, "size": size}
@@ -18,7 +18,8 @@ def report(*rows, kind="versus", backend="auto", ranks=2):
     ]
     machine = {"usable_cores": 2}
     return {
-        "kind": kind, "backend": backend, "ranks": ranks, "machine": machine, "command": "c", "results": results,
+        "kind": kind, "backend": backend, "ranks": ranks, "hosts": hosts, "machine": machine, "command": "c",
+        "results": results,
     }  # fmt: skip
 
 
@@ -51,6 +52,7 @@ def test_the_kind_of_a_report():
     assert kind(report()) == kind(report(backend="shm")) == "shm"
     assert kind(report(ranks=4)) == "shm, crowded"
     assert kind(report(backend="tcp")) == "tcp"
+    assert kind(report(ranks=4, hosts=2)) == "hosts"
     assert kind(report(kind="torch")) == "torch"
 
 
