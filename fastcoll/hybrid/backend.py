@@ -233,7 +233,7 @@ class HybridBackend(Backend):
     def _goes_through_nodes(self, operation: Operation) -> bool:
         """Return whether the internal groups carry out an operation; if not, TCP between all ranks does."""
         kind, outputs, inputs, op, _, _, _ = operation
-        if kind not in _ALGORITHMS:
+        if kind not in _ALGORITHMS or self._everyone.carries(operation):
             return False
         sizes = [x.nbytes for x in (inputs if KINDS[kind].gives_blocks else outputs)]
         if max(sizes) <= self._direct:

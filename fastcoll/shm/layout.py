@@ -28,8 +28,8 @@ because the adjacent-line prefetcher makes two neighbours behave as one; but QUO
     STATE      word 0: 0 working, 1 left, 2 failed, 3 leaving (release); word 1: length of the reason
     REASON     the ranks at fault, and the reason as UTF-8 (monitor.py), at most REASON_BYTES
     HEADER     this rank's header in a call of a larger group, with ranks on other nodes (release); its first words are
-               those of kernels/headers.py
-    RESULT     rank 0: the combination of such headers of all ranks of the larger group (release)
+               those of kernels/headers.py, and small data follows; at most 1024 bytes
+    RESULT     rank 0: the combination of such headers of all ranks of the larger group (release), of the same size
     ATTACHED   word 0: the nonce, once this rank has mapped the segment; words 1 and up: its CPUs, written before word 0
     QUOTA      word 0: number of cores that the rank's cgroup allows
     REACH      word 0: address of a word in the rank's memory; word 1: how the rank can access all peers' memory
@@ -72,7 +72,7 @@ RECOVERY = 7
 REASON = 7 * LINE
 REASON_BYTES = 1024
 HEADER = 16 * LINE
-RESULT = 17 * LINE
+RESULT = 24 * LINE
 CONTROL = PAGE
 
 # Words of a call line.

@@ -25,7 +25,7 @@ from ...core.operands import Array, divide
 from ...core.operation import Call, Operation
 from ...core.operations import KINDS
 from ...core.prepared import CallKey, PreparedCalls
-from ...core.reduce_op import AVG
+from ...core.reduce_op import AVG, ReduceOp
 from ...core.sizes import sized
 from ...core.status import AGAIN, DONE, GARBLED, GONE, LATER, MISMATCH, UNCONNECTED
 from ...errors import AbortedError, ArrayError, GroupError, MismatchError
@@ -44,8 +44,9 @@ from .context import NetContext, PreparedPlan
 from .fast import fast_calls, folded
 from .mesh import Mesh
 from .pipe import TcpPipe
-from .plans.choose import plan_for
+from .plans.choose import nothing, plan_for
 from .plans.narrowed import plans_of
+from .plans.node_meeting import CARRIED, GATHERED, is_carried
 from .plans.plan import Plan
 from .plans.shape import CallShape, default_limits
 from .recovery_endpoint import TcpRecoveryEndpoint
@@ -115,7 +116,8 @@ class TcpBackend(Backend):
         backoff = _DEDICATED if len(here) <= len(cores_of(here)) else _OVERSUBSCRIBED
         self._limits = default_limits(gate.size)
         if nodes:
-            self._limits = self._limits._replace(payload=0)
+            carried = CARRIED if len(nodes) <= GATHERED else 0
+            self._limits = self._limits._replace(payload=0, carried=carried)
         self._record = GroupRecorder(gate.name, members, gate.rank, self.name, words.CONTEXT_WORDS)
         self._record.follow(words.CALLS, words.FINISHED, since=words.BEGAN)
         self.monitor.record = self._record
@@ -143,7 +145,7 @@ class TcpBackend(Backend):
         self.messages = Engine(routes, self.gate.rank, self.monitor, self.gate.timeout)
 
     def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
-        return fast_calls(group, self.pipe, self.messages, self.run_prepared)
+        return fast_calls(group, self.pipe, self.messages, self.run_prepared, self.context.combines)
 
     # ---- a call ----------------------------------------------------------------------------------
 
@@ -183,23 +185,29 @@ class TcpBackend(Backend):
 
     def _prepare(self, key: CallKey) -> PreparedPlan:
         """Prepare a call. The key's variant, its last field, is the function that chooses the plan."""
-        operation, dtype, op, root, nbytes, _, choose = key
+        call, folds = self._shape_of(key), (0, 0)
+        if key.op is not None and key.dtype is not None:
+            folds = reducer(folded(key.op, self.context.combines), key.dtype)[:2]
+        plan = key.variant(call)
+        if plan.carried and key.op is None:
+            folds = reducer(ReduceOp.BOR, np.dtype(np.uint8))[:2]
+        return PreparedPlan(key.word, call, plan, folds)
+
+    def _shape_of(self, key: CallKey) -> CallShape:
+        operation, dtype, op, root, nbytes, _, _ = key
         itemsize = dtype.itemsize if dtype is not None else 1
         if op is not None and itemsize > engine.IO_BYTES:
             raise ArrayError(
                 f"an element of {dtype} has {itemsize} bytes; {operation} takes {engine.IO_BYTES} here"
             )
-        folds, ordered = (0, 0), False
+        ordered = False
         if op is not None and dtype is not None:
-            applied = folded(op, self.gate.size)
-            folds = reducer(applied, dtype)[:2]
             # An average up to a rank cannot be made from the average before it.
-            averages = operation in ("scan", "exscan") and applied.code == AVG
+            averages = operation in ("scan", "exscan") and folded(op, self.context.combines).code == AVG
             ordered = op.function is not None or dtype.name in HALVES or averages
-        call = CallShape(
+        return CallShape(
             operation, self.gate.size, self.gate.rank, nbytes, self._limits, itemsize, root, ordered
         )
-        return PreparedPlan(key.word, call, choose(call), folds)
 
     def _make_ready(self, prepared: PreparedPlan, timeout: float | None, started: float) -> None:
         """Allocate memory, and connect to the peers of the meeting. Done once, before the first call with this plan.
@@ -351,7 +359,7 @@ class TcpBackend(Backend):
             divisor = self.gate.rank + (kind == "scan")
         elif kind == "reduce" and self.gate.rank != root:
             divisor = 0  # this rank has no result
-        if op is None or folded(op, self.gate.size) is op or divisor == 0:
+        if op is None or folded(op, self.context.combines) is op or divisor == 0 or choose is nothing:
             return call
 
         def divided() -> None:
@@ -359,6 +367,15 @@ class TcpBackend(Backend):
             divide(operation.outputs[0], divisor)
 
         return divided
+
+    def carries(self, operation: Operation) -> bool:
+        """Return whether the headers of a call carry its data, so that the call needs no more than the meeting."""
+        kind, outputs, inputs, op, root, parts, narrow = operation
+        if narrow is not None or not self._limits.carried:
+            return False
+        nbytes = tuple(x.nbytes for x in sized(kind, outputs, inputs))
+        key = CallKey(kind, (outputs or inputs)[0].dtype, op, root, nbytes, tuple(parts), plan_for)
+        return is_carried(self._shape_of(key))
 
     def run_prepared(self, key: Any, arrays: tuple[Array, ...]) -> bool:
         """Carry out a call that was prepared before, unless other calls are queued.

@@ -17,7 +17,7 @@ from .executor import IO_BYTES
 from .meet import AHEAD, PIGGYBACK_BYTES
 from .plans import plan as t
 from .plans.circulant import combine_headers, gather_headers, known_before
-from .plans.node_meeting import combine_by_nodes
+from .plans.node_meeting import combine_by_nodes, nodes_before
 from .plans.shape import HEADER_BYTES, MEET_RANKS, CallShape, Limits
 
 BUDGET = 50_000_000  # ns after which the engine returns so that Python looks at signals, deadlines and peers
@@ -67,7 +67,10 @@ class PreparedPlan:
         self._words[w.BALANCE] = signature.balance(call_shape.rank, gives, takes)
         kind = KINDS[call_shape.operation]
         returns_early = bool(kind.root) and not kind.has_blocks and len(table) > 0 == len(moves)
+        returns_early &= plan.carried == 0
         self._words[w.CAN_RETURN_EARLY] = returns_early and (call_shape.size == 2 or not attached.any())
+        self._words[w.CARRIED] = plan.carried
+        self._words[w.CARRIED_ITEMS] = plan.carried // (call_shape.itemsize if kind.reduces else 1)
         self._words[w.MOVES] = len(moves) > 0
         has_split_array = kind.has_blocks and not kind.is_by_pair  # one array may hold all ranks' blocks
         self._words[w.SPLIT_ARRAY] = (0 if kind.takes_blocks else 1) if has_split_array else -1
@@ -150,9 +153,9 @@ class NetContext:
         self._no_line = np.zeros(HEADER_BYTES // 8, np.int64)
         if self.combines:
             meeting = CallShape("barrier", size, rank, (), limits)
-            by_nodes = combine_by_nodes(nodes, rank, HEADER_BYTES) if nodes else None
-            self._meeting = PreparedPlan(0, meeting, by_nodes or combine_headers(size, rank, HEADER_BYTES))
-            self._gathering = PreparedPlan(0, meeting, gather_headers(size, rank, HEADER_BYTES))
+            by_nodes = combine_by_nodes(nodes, rank, frame) if nodes else None
+            self._meeting = PreparedPlan(0, meeting, by_nodes or combine_headers(size, rank, frame))
+            self._gathering = PreparedPlan(0, meeting, gather_headers(size, rank, frame))
             self.words[[w.MEETING, w.GATHERING]] = self._meeting.address, self._gathering.address
             self.met = sorted({*self._meeting.peers, *self._gathering.peers})
             for prepared in (self._meeting, self._gathering):
@@ -209,7 +212,9 @@ class NetContext:
             return []
         table, count = self._meeting.plan.table, len(self._nodes)
         phase = int(table[min(self[w.PHASE], len(table) - 1), t.PHASE])
-        known = [*known_before(count), count][max(0, phase - (self._lines.size > 0))]
+        by_nodes = self._lines.size > 0
+        before = nodes_before(count) if by_nodes else known_before(count)
+        known = [*before, count][max(0, phase - by_nodes)]
         unknown = (self._nodes[(self._node + step) % count] for step in range(known, count))
         passes_on = table[(table[:, t.PHASE] == phase) & (table[:, t.KIND] == t.RECV), t.PEER].tolist()
         return sorted({*self._awaited_here(), *passes_on, *(rank for node in unknown for rank in node)})

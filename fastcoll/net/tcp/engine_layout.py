@@ -57,7 +57,8 @@ GATHERING = NEXT + 12
 # The lines (plans/node_meeting.py) of the ranks of this node, and of the result: the address of a table with their
 # addresses; and the address of the line for which the thread waits, 0 if it waits for connections.
 LINES, AWAITED = NEXT + 13, NEXT + 14
-CONTEXT_WORDS = NEXT + 15
+CARRYING = NEXT + 15  # address of the prepared call whose data the combined headers carry; 0: none
+CONTEXT_WORDS = NEXT + 16
 
 # ---- a prepared call ----------------------------------------------------------------------------------
 CALL, SHAPE = 0, 1  # see core/signature.py
@@ -71,7 +72,9 @@ BLOCK_BYTES = 11  # bytes of each of these blocks
 CAN_RETURN_EARLY = 12  # whether the call may return before all headers have arrived (meet.py)
 MOVES = 13  # whether anything is sent or received after the meeting
 LACKS_PEERS = 14  # whether connections with peers of the plan may be missing; they are made after the meeting
-PREPARED_WORDS = 15
+# The bytes of data that combined headers carry, and how many items they are for the REDUCER (plans/node_meeting.py).
+CARRIED, CARRIED_ITEMS = 15, 16
+PREPARED_WORDS = 17
 
 # ---- a header -----------------------------------------------------------------------------------------
 # These words follow NUMBER, HEAD_CALL, HEAD_SHAPE and HEAD_BALANCE; meet.py has their meanings.

@@ -44,6 +44,7 @@ from .meet import (
     write_headers,
 )
 from .plans import plan as t
+from .plans.shape import HEADER_BYTES
 
 IO_BYTES = 256 << 10  # one call of send or recv moves no more bytes than this, half of a core's L2 cache
 # Rows of at least DIVIDED bytes are divided among the streams. It is less than a segment's 256 KiB (plans/shape.py), so
@@ -94,6 +95,16 @@ def _bound(d, nbytes, stream, streams):
 def _reduce(c, d, target, count, items):
     """Reduce the operands at SOURCES into `target`."""
     call_reducer(load_word(d, w.REDUCER), load_word(d, w.CODE), target, load_word(c, w.SOURCES), count, items)
+
+
+@kernel
+def _combine_data(c, target):
+    """Reduce the data behind the two headers at SOURCES, if the current call's headers carry data."""
+    d, sources = load_word(c, w.CARRYING), load_word(c, w.SOURCES)
+    if d != 0:
+        for k in range(2):
+            store_word(sources, k, load_word(sources, k) + HEADER_BYTES)
+        _reduce(c, d, target + HEADER_BYTES, 2, load_word(d, w.CARRIED_ITEMS))
 
 
 @kernel
@@ -150,6 +161,7 @@ def begin_phase(c, d, row):
             target = _address_of(c, at, t.BUFFER, t.OFFSET)
             if load_word(d, w.REDUCER) == 0:
                 combine(target, load_word(c, w.SOURCES))
+                _combine_data(c, target)
             else:
                 _reduce(c, d, target, count, items)
         elif load_word(at, t.KIND) == t.COPY:

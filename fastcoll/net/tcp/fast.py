@@ -22,18 +22,21 @@ from ...p2p.engine import Engine
 from ...p2p.transfers import kind_of
 from .pipe import TcpPipe
 from .plans.choose import plan_for
-from .plans.shape import MEET_RANKS
 
 _KINDS = "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"
 
 
 def fast_calls(
-    group: ProcessGroup, pipe: TcpPipe, messages: Engine, run: Callable[[Any, tuple[Array, ...]], bool]
+    group: ProcessGroup,
+    pipe: TcpPipe,
+    messages: Engine,
+    run: Callable[[Any, tuple[Array, ...]], bool],
+    combines: bool,
 ) -> dict[str, Callable[..., Any]]:
     """Return fast functions that replace methods of a group over TCP.
 
     A fast function passes calls that it cannot carry out to the group's method. `run` carries out the call that was
-    prepared for a key; it returns False if it has not carried it out.
+    prepared for a key; it returns False if it has not carried it out. `combines` is whether headers are combined.
     """
     gate, size = group.gate, group.size
 
@@ -77,16 +80,16 @@ def fast_calls(
             return gate.unobserved.note(messages.irecv(ImportedArray(tensor), src, tag))
         return group.irecv(tensor, src, tag, status)
 
-    # Above MEET_RANKS, some reductions need a division at the end (`folded`), which the fast path does not do.
-    folds_once = None if size <= MEET_RANKS else lambda op: folded(op, size) is op
+    # Some reductions need a division at the end (`folded`), which the fast path does not do.
+    folds_once = (lambda op: folded(op, combines) is op) if combines else None
     collectives = fast_methods(group, _KINDS, run, folds_once, plan_for)
     return {**collectives, "send": send, "recv": recv, "isend": isend, "irecv": irecv}
 
 
-def folded(op: ReduceOp, size: int) -> ReduceOp:
+def folded(op: ReduceOp, combines: bool) -> ReduceOp:
     """Return the operation that the engine applies for `op`.
 
-    For AVG among more than MEET_RANKS ranks this is SUM, because partial results are reduced again. The caller then
-    divides the result.
+    In a group that combines headers, partial results are reduced again. So for AVG this is SUM there, and the caller
+    then divides the result.
     """
-    return sum_for(op) if size > MEET_RANKS else op
+    return sum_for(op) if combines else op

@@ -127,7 +127,7 @@ def _record(c, number):
 
 @kernel
 def write_headers(c, d, returns_early):
-    """Write this rank's header and attached data into each peer's outbox.
+    """Write this rank's header and attached data into each peer's outbox; carried data into its own.
 
     If ranks exchange headers directly, this also writes the record of the call.
     """
@@ -150,6 +150,9 @@ def write_headers(c, d, returns_early):
         if keeps:
             store_word(record, 2 * peer, load_word(d, w.CALL))
             store_word(record, 2 * peer + 1, load_word(d, w.SHAPE))
+    carried, own = load_word(d, w.CARRIED), _outgoing(c, rank) + HEADER_BYTES
+    for word in range(-(-carried // 8)):
+        store_word(own, word, 0)
     for row in range(load_word(d, w.PAYLOADS)):
         at = load_word(d, w.TABLE) + 8 * t.COLUMNS * row
         peer = load_word(at, t.PEER)
@@ -157,8 +160,9 @@ def write_headers(c, d, returns_early):
         store_word(load_word(c, w.ENDS), peer, _end_to_send(c, peer) + load_word(at, t.NBYTES))
         source = load_word(load_word(c, w.BUFFERS), load_word(at, t.BUFFER)) + load_word(at, t.OFFSET)
         store_word(frame, w.HEAD_ATTACHED, load_word(at, t.NBYTES))
-        copy(frame + HEADER_BYTES, source, load_word(at, t.NBYTES))
-    copy(_header(c, rank), _outgoing(c, rank), HEADER_BYTES)
+        copy(frame + HEADER_BYTES + load_word(at, t.OFFSET2), source, load_word(at, t.NBYTES))
+    copy(_header(c, rank), _outgoing(c, rank), HEADER_BYTES + carried)
+    store_word(c, w.CARRYING, d if carried > 0 else 0)
     store_word(c, w.SYNCHRONISING, 0 if returns_early else 1)
 
 

@@ -70,6 +70,11 @@ def known_before(size: int) -> list[int]:
     return [before for before, _ in _growth(size)]
 
 
+def gathered_before(size: int) -> list[int]:
+    """Return how many blocks a rank has before each phase of `gather_spans`: its own and those after it."""
+    return [step for step, _ in _rounds(size)]
+
+
 COMBINED, COMBINING = 0, 4
 """Offset in SCRATCH of the result of `combine_headers`, and how many headers SCRATCH must have room for."""
 
@@ -120,17 +125,24 @@ def gather_headers(size: int, rank: int, header: int) -> Plan:
     return rows.plan()
 
 
-def gather_spans(rows: Rows, rank: int, blocks: Sequence[Span], buffer: int, first: int) -> None:
-    """From phase `first` on, give all ranks all blocks of a buffer.
+def gather_spans(
+    rows: Rows, place: int, blocks: Sequence[Span], buffer: int, first: int, ranks: Sequence[int] = ()
+) -> int:
+    """From phase `first` on, give all `ranks`, by default those of the group, all blocks of a buffer.
 
-    At the beginning, each rank has only its own block.
+    At the beginning, each rank has only its own block. This rank is `ranks[place]`.
+
+    Returns:
+        The phase in whose local rows all blocks are there.
     """
     size = len(blocks)
-    for phase, (step, count) in enumerate(_rounds(size), first):
-        for span in _around(blocks, rank, count):
-            rows.send(phase, (rank - step) % size, (buffer, span.offset), span.nbytes)
-        for span in _around(blocks, rank + step, count):
-            rows.recv(phase, (rank + step) % size, (buffer, span.offset), span.nbytes)
+    ranks, rounds = ranks or range(size), _rounds(size)
+    for phase, (step, count) in enumerate(rounds, first):
+        for span in _around(blocks, place, count):
+            rows.send(phase, ranks[(place - step) % size], (buffer, span.offset), span.nbytes)
+        for span in _around(blocks, place + step, count):
+            rows.recv(phase, ranks[(place + step) % size], (buffer, span.offset), span.nbytes)
+    return first + len(rounds)
 
 
 def _around(blocks: Sequence[Span], first: int, count: int) -> list[Span]:

@@ -19,7 +19,8 @@
     SOURCE     an operand of the FOLD row above
     COPY       local copy; both locations may be the same
     PAYLOAD    PHASE -1: send to PEER with the header of the meeting; PEER reads the bytes in its FRAMES, at
-               offset (this rank) * `Limits.stride`
+               offset (this rank) * `Limits.stride`. If PEER is this rank, combined headers carry the bytes, OFFSET2
+               bytes into the data behind the header
     POST       local: publish a header in a line, a place in memory that the ranks of a node share (node_meeting.py)
     AWAIT      wait until the line has the current call's header, and copy it
     NARROW     local: convert NBYTES of float32 to items of a narrow type (kernels/narrow.py)
@@ -67,10 +68,16 @@ Location = tuple[int, int]
 
 
 class Plan(NamedTuple):
-    """One rank's table for a collective, and the bytes that SCRATCH must have."""
+    """One rank's table for a collective.
+
+    Attributes:
+        scratch: the bytes that SCRATCH must have.
+        carried: the bytes of data that the combined headers carry.
+    """
 
     table: Table
     scratch: int
+    carried: int = 0
 
 
 class Rows:
@@ -115,10 +122,10 @@ class Rows:
     def wait_for(self, phase: int, line: int, location: Location, nbytes: int) -> None:
         self._add(phase, AWAIT, line, location, nbytes)
 
-    def payload(self, peer: int, location: Location, nbytes: int) -> None:
-        self._add(ATTACHED, PAYLOAD, peer, location, nbytes)
+    def payload(self, peer: int, location: Location, nbytes: int, offset: int = 0) -> None:
+        self._add(ATTACHED, PAYLOAD, peer, location, nbytes, (0, offset))
 
-    def plan(self, scratch: int = 0) -> Plan:
+    def plan(self, scratch: int = 0, carried: int = 0) -> Plan:
         """Return all rows, sorted by phase with local rows first.
 
         Apart from that, rows keep the order in which they were added.
@@ -126,7 +133,7 @@ class Rows:
         rows = sorted(self._rows, key=lambda row: (row[PHASE], row[KIND] not in LOCAL))
         table = np.array(rows, np.int64).reshape(len(rows), COLUMNS)
         table.setflags(write=False)  # plans are cached and shared
-        return Plan(table, scratch)
+        return Plan(table, scratch, carried)
 
     def _add(
         self, phase: int, kind: int, peer: int, location: Location, nbytes: int, second: Location = (0, 0)

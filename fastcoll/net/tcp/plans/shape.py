@@ -22,11 +22,12 @@ class Limits(NamedTuple):
     segment: int = 256 << 10  # maximum that one rank sends to another before that rank reduces it
     at_once: int = 8 << 20  # maximum of all segments received in one phase; segments are made small enough
     peers: int = 16  # maximum number of ranks with which a rank exchanges data in one phase
+    carried: int = 0  # maximum that combined headers carry (node_meeting.py)
 
     @property
     def stride(self) -> int:
-        """Bytes from one rank's payload in FRAMES to the next: a header and a payload."""
-        return HEADER_BYTES + self.payload
+        """Bytes from one rank's payload in FRAMES to the next: a header and the data behind it."""
+        return HEADER_BYTES + self.payload + self.carried
 
 
 def default_limits(size: int) -> Limits:
