@@ -13,9 +13,15 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from versus.picture import LOOKS
 
 ROOT = Path(__file__).parent.parent
-TABLES = ROOT / "bench/results/2026-11-23-versus-2-ranks.md"
+TABLES = ROOT / "bench/results/2026-11-29-versus-intel-xeon.md"
 PICTURE = ROOT / "docs/speed.png"
-SIDES = {"fastcoll": "fastcoll", "openmpi": "Open MPI", "mpich": "MPICH", "gloo": "Gloo"}
+SIDES = {
+    "fastcoll": "fastcoll",
+    "openmpi": "Open MPI",
+    "mpich": "MPICH",
+    "intelmpi": "Intel MPI",
+    "gloo": "Gloo",
+}
 OPERATIONS = ("all_reduce", "broadcast", "all_gather", "send_recv")
 BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
