@@ -150,7 +150,7 @@ class NetContext:
         self.met = [peer for peer in range(size) if peer != rank]
         """The peers with which a meeting exchanges headers."""
         self._lines = self._keep(w.LINES, np.zeros(0, np.int64))
-        self._no_line = np.zeros(HEADER_BYTES // 8, np.int64)
+        self._no_line = np.zeros(frame // 8, np.int64)
         if self.combines:
             meeting = CallShape("barrier", size, rank, (), limits)
             by_nodes = combine_by_nodes(nodes, rank, frame) if nodes else None
