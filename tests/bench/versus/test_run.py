@@ -97,7 +97,8 @@ def test_a_comparison_on_two_hosts(gloo, capfd, join_hosts):
     words = "all_gather --vs gloo --sizes 1M -n 4 --hosts 2 --rounds 1 --scale 0.1 --json out.json"
     assert main([*words.split(), *gloo()]) == 0, capfd.readouterr().err
     (row,) = json.loads(Path("out.json").read_text())["results"]
-    sent = row["sent_bytes"]["fastcoll"]  # each of a host's ranks sends its quarter to both ranks of the other host
+    sent = row["sent_bytes"]["fastcoll"]
+    # Each rank sends its quarter to both ranks of the other host.
     assert 1 << 20 < sent < 1.2 * (1 << 20)
     assert row["processor_gloo_over_fastcoll"] > 0
     (host, other) = join_hosts(2)
