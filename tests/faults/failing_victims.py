@@ -24,6 +24,7 @@ MESSAGES = {
 }
 """Operations on messages, and where a rank is killed in them."""
 SHORT, LONG = 7, 1_000_003  # float32
+MIDDLE = 700  # float32, more than the headers of ranks that meet by nodes carry
 FIFTH = 5  # the call in which the victim usually dies; the group has no other calls
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from faults import crew, net_victims
 from faults.crew import WITHIN, see
-from faults.failing_victims import FIFTH, LONG, MESSAGES, SHORT, die
+from faults.failing_victims import FIFTH, LONG, MESSAGES, MIDDLE, SHORT, die
 
 PHASES = {
     "enter": (FIFTH,),
@@ -44,6 +44,11 @@ BY_NODES = {
     "reduce_scatter": [("hybrid.reduce_scatter.after_meeting", 3), ("tcp.reduce_scatter.enter", 0)],
 }  # fmt: skip
 
+CARRIED = [
+    ("all_reduce", "tcp.all_reduce.after_meeting", 0), ("reduce", "tcp.none.mid_chunk", 3),
+    ("broadcast", "tcp.broadcast.before_done", 2), ("all_gather", "tcp.all_gather.enter", 1),
+    ("reduce_scatter", "tcp.reduce_scatter.after_done", 3),
+]  # fmt: skip
 
 # In a meeting of three nodes, two of two ranks, the first rank of a node reaches tcp.none.mid_chunk six times.
 POSTED, SENT, RECEIVED, SENT_AGAIN, RECEIVED_ALL, POSTED_RESULT = range(1, 7)
@@ -125,8 +130,13 @@ def test_killed_rank_of_two_nodes(op: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("op", [op for op in BY_NODES if op != "barrier"])
 def test_killed_rank_of_two_nodes_whose_ranks_meet_by_nodes(op: str) -> None:
-    worlds = by_nodes(op, SHORT)
+    worlds = by_nodes(op, MIDDLE)
     see(worlds if op == "all_reduce" else [*worlds, *by_nodes(op, LONG)])
+
+
+@pytest.mark.long
+def test_killed_rank_in_calls_whose_headers_carry_the_data() -> None:
+    see([die(op, f"{place}@4", SHORT, victim, "by nodes", n=4) for op, place, victim in CARRIED])
 
 
 def test_killed_rank_in_a_barrier_by_nodes() -> None:
@@ -150,13 +160,16 @@ def test_killed_rank_on_the_rails_of_a_long_reduce() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("op", "place", "victim"),
-    [("all_reduce", fourth(RECEIVED_ALL), 6), ("reduce", "hybrid.reduce.after_meeting@4", 11)],
+    ("op", "count", "place", "victim"),
+    [
+        ("all_reduce", SHORT, fourth(RECEIVED_ALL), 6),
+        ("reduce", MIDDLE, "hybrid.reduce.after_meeting@4", 11),
+    ],
 )
-def test_killed_rank_of_three_large_nodes(op: str, place: str, victim: int) -> None:
+def test_killed_rank_of_three_large_nodes(op: str, count: int, place: str, victim: int) -> None:
     """With 18 ranks, which meet by nodes by default."""
     with crew.nothing_left():
-        outcomes = crew.run(*die(op, place, SHORT, victim, "large nodes", n=18), deadline=250.0)
+        outcomes = crew.run(*die(op, place, count, victim, "large nodes", n=18), deadline=250.0)
     crew.check(outcomes, victim, op)
 
 
