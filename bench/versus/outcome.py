@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -130,19 +130,25 @@ class Comparison:
 
     def ratio(self, names: Sequence[str], key: Key) -> float | None:
         """Return the time of the fastest of these peers over fastcoll's; None if none of them has the cell."""
-        return _quickest([side.typical(key) for side in self.peers if side.name in names], self.ours(key))
+        return self._over_ours(SideTimes.typical, names, key)
 
     def p99_ratio(self, names: Sequence[str], key: Key) -> float | None:
         """Return the ratio of 99th percentiles: the best of these peers over fastcoll's."""
-        ours = self.sides[0].p99(key)
-        assert ours is not None
-        return _quickest([side.p99(key) for side in self.peers if side.name in names], ours)
+        return self._over_ours(SideTimes.p99, names, key)
 
     def processor_ratio(self, names: Sequence[str], key: Key) -> float | None:
         """Return the ratio of processor times: the least of these peers over fastcoll's."""
-        ours = self.sides[0].processor_time(key)
+        return self._over_ours(SideTimes.processor_time, names, key)
+
+    def _over_ours(
+        self, value: Callable[[SideTimes, Key], float | None], names: Sequence[str], key: Key
+    ) -> float | None:
+        """Return the least value of these peers over fastcoll's; None if none of them has the cell."""
+        ours = value(self.sides[0], key)
         assert ours is not None
-        return _quickest([side.processor_time(key) for side in self.peers if side.name in names], ours)
+        theirs = [value(side, key) for side in self.peers if side.name in names]
+        known = [each for each in theirs if each is not None]
+        return min(known) / ours if known else None
 
     def mean_ratio(self, names: Sequence[str], operations: Sequence[str]) -> float | None:
         """Return the geometric mean of `ratio` over all cells of these operations."""
@@ -188,11 +194,6 @@ def lost(comparison: Comparison, side: SideTimes) -> dict[str, list[int]]:
         if seconds is not None and seconds < comparison.ours(key):
             found.setdefault(key[0], []).append(key[1])
     return found
-
-
-def _quickest(times: Sequence[float | None], ours: float) -> float | None:
-    known = [seconds for seconds in times if seconds is not None]
-    return min(known) / ours if known else None
 
 
 def write_json(path: Path, comparison: Comparison) -> None:

@@ -101,7 +101,7 @@ def test_a_comparison_on_two_hosts(gloo, capfd, join_hosts):
     # Each rank sends its quarter to both ranks of the other host.
     assert 1 << 20 < sent < 1.2 * (1 << 20)
     assert row["processor_gloo_over_fastcoll"] > 0
-    (host, other) = join_hosts(2)
+    host, other = join_hosts(2)
     agent = Path("agent")
     agent.write_text(agent_of((host, other)))
     words = [*host.enter(), "sh", agent, "-x", "host1", "hostname;", "echo", "two words"]
