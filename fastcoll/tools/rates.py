@@ -217,8 +217,8 @@ def rates_in(
 def slowest(samples: Sequence[Sample]) -> tuple[int, float] | None:
     """Return the rank for which others waited in most samples, and the share of samples; None: unknown.
 
-    A rank that waited for others itself does not count. The rank is -1 if there is none, or if so few samples cannot
-    tell it from the rank that comes second: on busy cores, each rank of a healthy job is late now and then.
+    A rank that waited for others itself does not count. The rank is -1 if there is none, or if its lead over the rank
+    that comes second may be chance in so few samples: on busy cores, each rank of a healthy job is late now and then.
     """
     awaited = []
     for sample in samples:

@@ -1,4 +1,4 @@
-"""The ranks that are named when a call times out: those that wait for nobody, whoever finds the timeout first."""
+"""When a call times out, every rank names the ranks that wait for nobody, whichever rank times out first."""
 
 from __future__ import annotations
 

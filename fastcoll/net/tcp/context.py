@@ -66,8 +66,8 @@ class PreparedPlan:
         self._words[w.ATTACHED] = address_of(attached)
         self._words[w.BALANCE] = signature.balance(call_shape.rank, gives, takes)
         kind = KINDS[call_shape.operation]
-        returns_early = bool(kind.root) and not kind.has_blocks and len(table) > 0 == len(moves)
-        returns_early &= plan.carried == 0
+        travels_attached = len(table) > 0 == len(moves) and plan.carried == 0
+        returns_early = bool(kind.root) and not kind.has_blocks and travels_attached
         self._words[w.CAN_RETURN_EARLY] = returns_early and (call_shape.size == 2 or not attached.any())
         self._words[w.CARRIED] = plan.carried
         self._words[w.CARRIED_ITEMS] = plan.carried // (call_shape.itemsize if kind.reduces else 1)

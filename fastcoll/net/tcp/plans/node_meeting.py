@@ -86,7 +86,7 @@ def is_carried(shape: CallShape) -> bool:
 
 
 def carried(shape: CallShape) -> Plan:
-    """Plan a call whose data the headers carry: what this rank adds to its header, and what it copies at the end."""
+    """Plan a call whose headers carry its data: this rank adds its data to its header, and then copies the result."""
     rows, operation, total = Rows(), shape.operation, shape.total
     blocks = [
         *accumulate(shape.nbytes, initial=0)
