@@ -1,4 +1,4 @@
-"""Headers in memory that processes share, and a wait for them in which the thread sleeps: futex(2).
+"""Headers in memory that processes share, and a wait for them in which the thread sleeps (futex.py).
 
 A *line* is a place for one header. It has one writer. The header's first word is its number, which grows with each
 header and is written last, with release semantics. So a reader that finds a number also finds that header. The writer
@@ -10,16 +10,12 @@ this is for waits that take longer than one.
 
 from __future__ import annotations
 
-from ..compiler.jit import external, inlined, kernel
-from ..compiler.processor import FUTEX
+from ..compiler.jit import inlined, kernel
 from .copy import copy
+from .futex import sleep_on, wake_all
 from .headers import NUMBER
 from .primitives import load_acquire, load_word, pause, store_release, store_word
 from .waiting import BUDGET, NAP, SPINS, YIELDS, yield_core
-
-_syscall = external("syscall", "int64(int64, int64, int64, int64, int64, int64, int64)")
-_WAIT, _WAKE = 0, 1
-_ALL = 1 << 30  # sleepers
 
 
 @kernel
@@ -27,7 +23,7 @@ def post(line, header, nbytes):
     """Publish a header of `nbytes` in a line, and wake the threads that sleep until then."""
     copy(line + 8, header + 8, nbytes - 8)
     store_release(line, load_word(header, NUMBER))
-    _syscall(FUTEX, line, _WAKE, _ALL, 0, 0, 0)
+    wake_all(line)
 
 
 @inlined
@@ -58,6 +54,5 @@ def sleep_until(backoff, line, number):
     if seen < number:
         store_word(backoff, NAP, 0)
         store_word(backoff, NAP + 1, load_word(backoff, BUDGET))
-        # If the number, of which the kernel compares the low 32 bits, has changed since, this returns at once.
-        _syscall(FUTEX, line, _WAIT, seen & 0xFFFFFFFF, backoff + 8 * NAP, 0, 0)
+        sleep_on(line, seen, backoff + 8 * NAP)
     return load_acquire(line) >= number

@@ -1,6 +1,7 @@
 """How a kernel waits for shared words; and a lock.
 
-A wait spins, then yields, then sleeps, and returns to Python when its budget is used up. A back-off table (`backoff`)
+A wait spins, then yields, then sleeps, and returns to Python when its budget is used up. It sleeps briefly again and
+again, or until the writer of its word wakes it, if the writer has an event (futex.py). A back-off table (`backoff`)
 belongs to one group, because it has the numbers of spins and yields for one of two cases: each rank of the group has a
 core, or there are more ranks than cores. A wait that has used up its budget returns False, and the compiled entry that
 waits returns AGAIN. Then Python checks signals, deadlines and dead peers, and calls the entry again, which resumes
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from ..compiler.jit import external, inlined, kernel, locked_entry
 from ..core.status import DONE, LATER
+from .futex import announce, sleep_on
 from .primitives import load_acquire, load_word, pause, store_release, store_word, swap_if_equal, this_thread
 from .pyobjects import Index, integer
 
@@ -65,7 +67,20 @@ def nap(backoff):
 
 
 @kernel
-def wait_slowly(backoff, word, want):
+def _sleep(backoff, word, want, event):
+    """Sleep until an event, but at most 1 ms; `event` 0: sleep briefly."""
+    if event == 0:
+        nap(backoff)
+        return
+    seen = announce(event)
+    if load_acquire(word) < want:
+        store_word(backoff, NAP, 0)
+        store_word(backoff, NAP + 1, _LONG_NAP)
+        sleep_on(event, seen, backoff + 8 * NAP)
+
+
+@kernel
+def wait_slowly(backoff, word, want, event):
     """Do the part of `wait_for` after spinning.
 
     It is a separate function so that only spinning is inlined.
@@ -85,7 +100,7 @@ def wait_slowly(backoff, word, want):
         store_word(backoff, TIMED, begun)
     end = begun + load_word(backoff, BUDGET)
     while now(backoff) < end:
-        nap(backoff)
+        _sleep(backoff, word, want, event)
         if load_acquire(word) >= want:
             store_word(backoff, IDLE, 0)
             return True
@@ -94,8 +109,11 @@ def wait_slowly(backoff, word, want):
 
 
 @inlined
-def wait_for(backoff, word, want):
+def wait_for(backoff, word, want, event=0):
     """Wait until the shared word at address `word` is at least `want`.
+
+    Args:
+        event: address of the event for which the word's writer calls `wake`; 0: there is none.
 
     Returns:
         False if the budget is used up, so that the caller must call again.
@@ -107,7 +125,7 @@ def wait_for(backoff, word, want):
             pause()
             if load_acquire(word) >= want:
                 return True
-    return wait_slowly(backoff, word, want)
+    return wait_slowly(backoff, word, want, event)
 
 
 # ---- polling -------------------------------------------------------------------------------------------

@@ -46,7 +46,8 @@ COMBINED = 37  # address of the combined lines; 0: all ranks read all lines
 # a run of the entry with the tag BRIEF (rounds.py), and for calls while operations are PENDING.
 FULL_WAIT, BRIEF_WAIT, PENDING_WAIT, WAIT_WORDS = 38, 41, 44, 3
 ALLOCATED = 47  # 1: the memory of this rank's slots is allocated
-BACKOFF = 48  # the table of kernels/waiting.py
+CROWDED = 48  # 1: there are more ranks than cores, so a rank that waits soon sleeps on the EVENT of its peer
+BACKOFF = 49  # the table of kernels/waiting.py
 # Behind them: the table of autotune.py, the memo of call specs (validate.py), nine tables with one word for each rank.
 CHOOSING = BACKOFF + BACKOFF_WORDS
 MEMO = CHOOSING + table_words(2 * len(OPERATIONS))  # every operation twice: the second time for shared arrays

@@ -17,13 +17,15 @@ More than FLAT ranks meet in groups of GROUP ranks (rounds.py). Then the header 
 group, from COMBINED on: one for even call numbers and one for odd ones. Any rank of the group may write them. A
 combined line has the fields of a call line (below), but its payload consists of one word from each rank's payload.
 
-Control page of a section. Only the section's rank writes it. Each item has 128 bytes of its own, two cache lines,
-because the adjacent-line prefetcher makes two neighbours behave as one; but QUOTA and REACH share 128 bytes.
+Control page of a section. Only the section's rank writes it, except for EVENT. Each item has 128 bytes of its own, two
+cache lines, because the adjacent-line prefetcher makes two neighbours behave as one; but QUOTA and REACH share 128
+bytes, and EVENT, which is rarely written, lies behind PUBLISHED.
 "(release)" marks a word that the rank writes after the data that it announces, by a store with release semantics.
     LINES      two call lines of 128 bytes, one for even call numbers and one for odd ones:
                word 0 sequence (release), 1 call, 2 shape, 3 balance, 4 time of the last call; then INLINE bytes of
                payload
     PUBLISHED  word 0: see rounds.py (release)
+    EVENT      word 0: the event of this rank's stores (kernels/futex.py), if there are more ranks than cores
     CONSUMED   word 0: see rounds.py (release)
     STATE      word 0: 0 working, 1 left, 2 failed, 3 leaving (release); word 1: length of the reason
     REASON     the ranks at fault, and the reason as UTF-8 (monitor.py), at most REASON_BYTES
@@ -61,6 +63,7 @@ GROUP = 8  # ranks; a combined line has room for one word of each
 
 LINES = 0
 PUBLISHED = 2 * LINE
+EVENT = PUBLISHED + 64
 CONSUMED = 3 * LINE
 STATE = 4 * LINE
 ATTACHED = 5 * LINE

@@ -51,6 +51,7 @@ from ..core.signature import UNEVEN
 from ..core.status import AGAIN, DONE, LATER, MISMATCH, MIXED, UNALLOCATED
 from ..failpoints import number_of
 from ..kernels.failing import failing, reached
+from ..kernels.futex import wake
 from ..kernels.primitives import (
     load_acquire,
     load_word,
@@ -246,9 +247,22 @@ def begin(handle, operation, nbytes, moving, direct):
 
 
 @inlined
+def _show(c, word, value, rank=-1):
+    """Write a shared word for which peers may wait.
+
+    Args:
+        rank: the rank for which they wait; -1: this rank.
+    """
+    store_release(word, value)
+    if load_word(c, at.CROWDED):
+        wake(section(c, load_word(c, at.RANK) if rank < 0 else rank) + layout.EVENT)
+
+
+@inlined
 def _await(c, peer, address, want):
     """Wait until a peer's word is at least `want`: return DONE, or AGAIN with the peer in LATE."""
-    if wait_for(c + 8 * at.BACKOFF, address, want):
+    event = section(c, peer) + layout.EVENT if load_word(c, at.CROWDED) else 0
+    if wait_for(c + 8 * at.BACKOFF, address, want, event):
         return DONE
     store_word(c, at.LATE, peer)
     return AGAIN
@@ -295,13 +309,13 @@ def publish(c, call, shape, balance):
         store_word(line, layout.SHAPE, shape)
         store_word(line, layout.BALANCE, balance)
         store_word(line, layout.TIME, _time_word(c))
-        store_release(line + 8 * layout.SEQUENCE, load_word(c, at.CALLS))
+        _show(c, line + 8 * layout.SEQUENCE, load_word(c, at.CALLS))
         _record(c, call, shape)
         _hit_failpoint(c, _PUBLISHED)
     else:
         _hit_failpoint(c, _MID_CHUNK)
         word = section(c, load_word(c, at.RANK)) + layout.PUBLISHED
-        store_release(word, load_word(c, at.ROUND) + wrote + 1)
+        _show(c, word, load_word(c, at.ROUND) + wrote + 1)
     store_word(c, at.WROTE, wrote + 1)
 
 
@@ -385,7 +399,7 @@ def _combine(c, call, shape, balance):
         store_word(combined, layout.TIME, -1 if mixed else time)
         for peer in range(first, end):
             store_word(combined, layout.PAYLOAD + peer - first, load_word(line_of(c, peer), layout.PAYLOAD))
-        store_release(combined + 8 * layout.SEQUENCE, load_word(c, at.CALLS))
+        _show(c, combined + 8 * layout.SEQUENCE, load_word(c, at.CALLS), first)
     return DONE
 
 
@@ -462,7 +476,7 @@ def close_round(c, total):
     read = load_word(c, at.READ) + 1
     store_word(c, at.READ, read)
     if read < total:
-        store_release(section(c, load_word(c, at.RANK)) + layout.CONSUMED, load_word(c, at.ROUND) + read)
+        _show(c, section(c, load_word(c, at.RANK)) + layout.CONSUMED, load_word(c, at.ROUND) + read)
     return read == total
 
 
@@ -484,7 +498,7 @@ def finish(c):
 def _wind_up(c):
     """Prepare the context for the next call."""
     store_word(c, at.ROUND, load_word(c, at.ROUND) + load_word(c, at.READ))
-    store_release(section(c, load_word(c, at.RANK)) + layout.CONSUMED, load_word(c, at.ROUND))
+    _show(c, section(c, load_word(c, at.RANK)) + layout.CONSUMED, load_word(c, at.ROUND))
     store_word(c, at.WROTE, 0)
     store_word(c, at.READ, 0)
     store_word(c, at.MET, 0)

@@ -59,6 +59,7 @@ class World:
         hurried: every entry returns between two rounds, as if a round took long.
         arena: whether arrays are in arenas, which peers map.
         quitter: a rank that fails the group when a wait returns in vain.
+        crowded: whether ranks sleep until their peers wake them.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class World:
         hurried: bool = False,
         arena: bool = False,
         quitter: int = -1,
+        crowded: bool = False,
         plant: str = "",
     ) -> None:
         is_direct = "direct" in calls or "%" in calls
@@ -81,6 +83,7 @@ class World:
         rounds = {"_ONE_WAY_ROUND": 16 if is_direct else 4}
         self.machine, self.made = load(plant, layout=sizes, single_copy=pieces, rounds=rounds)
         self.size, self.hurried, self.arena, self.quitter = size, hurried, arena, quitter
+        self.crowded, self.made.rounds.wake = crowded, self.machine.wake
         self.calls = [Call.parse(each) for each in calls.split(", ")]
         # Room for a word of each rank and one more; slots are powers of two.
         room = 1 << (8 * size + 7).bit_length()
@@ -112,7 +115,7 @@ class World:
             at.RANK: rank, at.SIZE: self.size, at.SECTIONS: SHARED + layout.section(0), at.STRIDE: layout.stride,
             at.SLOT: layout.slot, at.LATE: -1, at.ONE_SHOT: 8, at.DIRECT_FROM: self.made.autotune.NEVER,
             at.COMBINED: SHARED + self.made.layout.COMBINED if layout.groups else 0, at.ARENA: ARENA,
-            at.BACKOFF + waiting.BUDGET: -1 if self.hurried else 1,
+            at.BACKOFF + waiting.BUDGET: -1 if self.hurried else 1, at.CROWDED: int(self.crowded),
         }  # fmt: skip
         private = {CONTEXT + 8 * word: value for word, value in words.items()}
         private |= {ARENA: self.array(rank, IN), ARENA + 8: 2 * OUT} if self.arena else {}  # BASE, LIMIT

@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 SHARED = 1 << 40
 FENCE = SHARED + (1 << 36)
 """A full fence is a swap of this word, which stays 0."""
+WAKES = 1 << 35
+"""The wake-ups of a shared word are counted in another word, this much behind it."""
 READ, LOAD, STORE, SWAP, AWAIT, REST, END = "read", "load", "store", "swap", "await", "rest", "end"
 
 _FILES = (
-    "kernels.primitives kernels.copy kernels.waiting kernels.lines kernels.pyobjects shm.layout shm.autotune "
-    "shm.context_layout shm.rounds shm.validate shm.single_copy shm.movement shm.reductions shm.rings "
+    "kernels.primitives kernels.futex kernels.copy kernels.waiting kernels.lines kernels.pyobjects shm.layout "
+    "shm.autotune shm.context_layout shm.rounds shm.validate shm.single_copy shm.movement shm.reductions shm.rings "
     "shm.ring_kernels shm.requests"
 ).split()
 
@@ -120,10 +122,33 @@ class Machine:
         self._step(SWAP, FENCE, (0, 0))
         self.pending.clear()
 
-    def wait_for(self, backoff: int, address: int, want: int) -> bool:
+    def wait_for(self, backoff: int, address: int, want: int, event: int = 0) -> bool:
         if address < SHARED:
             return bool(self.private.get(address, 0) >= want)
+        if event:
+            self.wait_until_woken(address, want, event)
         return bool(self._step(AWAIT, address, want))
+
+    def wait_until_woken(self, address: int, want: int, event: int) -> None:
+        """Wait for a word, looking at it only after each `wake` of an event."""
+        wakes = self.load_acquire(event)
+        while self.load_acquire(address) < want:
+            self._step(AWAIT, event, wakes + 1)
+            wakes = self.load_acquire(event)
+
+    def wake(self, event: int) -> None:
+        """Replace `wake` of futex.py: count the wake-ups in the event."""
+        while not self.swap_if_equal(event, wakes := self.load_acquire(event), wakes + 1):
+            pass
+
+    def sleep_on(self, word: int, seen: int, timeout: int) -> None:
+        """Sleep until the next `wake_all` of a word, however long it takes."""
+        wakes = self.load_acquire(word + WAKES)
+        if self.load_acquire(word) == seen:
+            self._step(AWAIT, word + WAKES, wakes + 1)
+
+    def wake_all(self, word: int) -> None:
+        self.wake(word + WAKES)
 
     def rest(self, table: int, turn: int) -> bool:
         """Rest until a word that the thread has read changes, then return to Python."""
@@ -187,7 +212,8 @@ def load(plant: str = "", **constants: Mapping[str, Any]) -> tuple[Machine, Simp
         "store_release": machine.store_release, "full_fence": machine.full_fence,
         "swap_if_equal": machine.swap_if_equal, "call_reducer": machine.reduce, "weigh": signature.weigh,
         "memcpy": machine.copy, "memmove": machine.copy, "process_vm_readv": machine.read_peer,
-        "wait_for": machine.wait_for, "rest": machine.rest, "now": lambda backoff: 1,
+        "wait_for": machine.wait_for, "sleep_on": machine.sleep_on, "wake_all": machine.wake_all,
+        "rest": machine.rest, "now": lambda backoff: 1,
         "pthread_self": lambda: 1, "integer": lambda x: x, "object_at": lambda x: x,
         "take_gil": lambda thread, result: result,
     }  # fmt: skip

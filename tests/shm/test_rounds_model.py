@@ -51,6 +51,11 @@ OTHERS: list[tuple[int, str, dict[str, Any]]] = [
     (3, "broadcast 2 @2 +1, reduce, all_reduce 2 +1", {"group": 2}),
     (3, "broadcast, barrier", {"group": 2, "again": True}),
     (3, "sizes_differ 1, broadcast 1 @2", {"group": 2, "again": True}),
+    # Ranks that look at a word only when its writer wakes them.
+    (2, "all_reduce, barrier, all_reduce", {"crowded": True}),
+    (2, "broadcast 3", {"crowded": True}),
+    (2, "reduce 2 @1 +1, broadcast 2", {"crowded": True}),
+    pytest.param(3, "barrier", {"group": 2, "crowded": True}, marks=pytest.mark.long),
     pytest.param(4, "all_reduce, all_reduce, all_reduce", {"group": 2}, marks=pytest.mark.long),
 ]  # fmt: skip
 
@@ -105,3 +110,10 @@ def test_a_planted_fault_is_found(size: int, program: str, plant: str) -> None:
     slot = 64 if "blocks" in program else 8
     with pytest.raises(AssertionError, match=FOUND):
         explore(size, program, again=size == 2, slot=slot, group=2 * (size > 2), plant=f"shm.rounds: {plant}")
+
+
+def test_a_rank_that_nobody_wakes_is_found() -> None:
+    with pytest.raises(AssertionError, match="deadlock"):
+        explore(
+            2, "broadcast 2", crowded=True, plant="shm.rounds: if load_word(c, at.CROWDED):\n => if False:\n"
+        )

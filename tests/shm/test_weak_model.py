@@ -53,20 +53,24 @@ def test_requests(threads: tuple[str, ...]) -> None:
     assert test_requests_model.explore(*threads, weak=ALL) > 500
 
 
-def plain(base: str, index: str, value: str, address: str = "") -> str:
+def plain(base: str, index: str, value: str, address: str = "", call: str = "store_release(") -> str:
     """Return the change that turns a release store into a plain one."""
-    return f"store_release({address or base}, {value}) => store_word({base}, {index}, {value})"
+    return f"{call}{address or base}, {value} => store_word({base}, {index}, {value}"
+
+
+SHOW = "_show(c, "
 
 
 CALLS = "load_word(c, at.CALLS)"
 ARENA = {"again": True, "arena": True, "quitter": 1}
 PLANTS: list[tuple[Callable[..., int], tuple[Any, ...], str, dict[str, Any]]] = [
     (collectives.explore, (2, "all_reduce"),
-     "rounds: " + plain("line", "layout.SEQUENCE", CALLS, "line + 8 * layout.SEQUENCE"), {}),
+     "rounds: " + plain("line", "layout.SEQUENCE", CALLS, "line + 8 * layout.SEQUENCE", SHOW), {}),
     (collectives.explore, (2, "broadcast 3"),
-     "rounds: " + plain("word", "0", "load_word(c, at.ROUND) + wrote + 1"), {}),
+     "rounds: " + plain("word", "0", "load_word(c, at.ROUND) + wrote + 1", "", SHOW), {}),
     (collectives.explore, (3, "broadcast, barrier"),
-     "rounds: " + plain("combined", "layout.SEQUENCE", CALLS, "combined + 8 * layout.SEQUENCE"), {"group": 2}),
+     "rounds: _show(c, combined + 8 * layout.SEQUENCE, " + CALLS + ", first) "
+     "=> store_word(combined, layout.SEQUENCE, " + CALLS + ")", {"group": 2}),
     # Both ranks miss the other's store: PUSHING and STATE.
     (collectives.explore, (2, "all_reduce 3 direct"),
      "single_copy: swap_if_equal(pushing, 0, 1) => store_release(pushing, 1)", ARENA),
