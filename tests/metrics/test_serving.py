@@ -97,8 +97,21 @@ def is_open(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def ready(*names: str) -> None:
-    until(lambda: all(os.path.exists(name) for name in names))
+def ready(job: subprocess.Popen[str], *names: str) -> None:
+    """Wait until a job has made these files; fail if it ends before, or with where its ranks are if it hangs."""
+
+    def are_made() -> bool:
+        return all(map(os.path.exists, names))
+
+    until(lambda: are_made() or job.poll() is not None, lambda: status(job))
+    assert are_made(), job.communicate()[1]
+
+
+def status(job: subprocess.Popen[str]) -> str:
+    """Return where the ranks of a job are."""
+    return subprocess.run(
+        [sys.executable, "-m", "fastcoll", "status", str(job.pid)], capture_output=True, text=True
+    ).stdout
 
 
 def end(process: subprocess.Popen[str]) -> str:
@@ -120,7 +133,7 @@ def test_a_launcher_serves_exact_numbers_and_the_port_is_closed_after_the_job(
     start: Start, port: int
 ) -> None:
     job = start(CALLS, *LAUNCH)
-    ready("ready0", "ready1")
+    ready(job, "ready0", "ready1")
     found = scrape(port)
     assert found("calls_total") == of_both_ranks(EXACT)
     assert found("bytes_total") == of_both_ranks(BYTES)
@@ -138,12 +151,14 @@ def test_without_a_launcher_the_first_rank_serves_until_it_leaves(start: Start, 
     )
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     jobs = [start(text, sys.executable, RANK=str(rank), **common) for rank in range(2)]
-    ready("ready0", "ready1")
+    for rank in range(2):
+        ready(jobs[rank], f"ready{rank}")
     found = until(lambda: (values := scrape(port))("ranks") == {(): 2} and values)
     assert found("calls_total") == of_both_ranks(EXACT)
     assert found("restarts_total") == {}, "only a launcher knows them"
     Path("go").touch()
-    ready("left0", "left1")
+    for rank in range(2):
+        ready(jobs[rank], f"left{rank}")
     assert not is_open(port), "the process goes on, and so does a child that it has forked in the job"
     Path("over").touch()
     for job in jobs:
@@ -162,10 +177,10 @@ done("left")
 stay("over")
 """
     job = start(text, sys.executable)
-    ready("ready")
+    ready(job, "ready")
     assert scrape(port)("calls_total")["WORLD", "all_reduce", "1"] == 3
     Path("go").touch()
-    ready("left")
+    ready(job, "left")
     assert not is_open(port)
     Path("over").touch()
     end(job)
@@ -227,11 +242,11 @@ except dist.GroupError:
 stay()
 """
     job = start(text, *LAUNCH, "--min_ranks", "1", "--max-restarts", "1")
-    ready("ready")
+    ready(job, "ready")
     before = scrape(port)("calls_total")
     assert before["WORLD", "all_reduce", "1"] == 4
     Path("kill").touch()
-    ready("failed")
+    ready(job, "failed")
     found = until(lambda: (values := scrape(port))("restarts_total") == {(): 1} and values)
     assert found("failed_ranks_total") == {("SIGKILL",): 1}
     assert found("errors_total") == {("PeerDiedError", "WORLD", "0"): 1}
@@ -251,7 +266,7 @@ stay()
 dist.destroy_process_group()
 """
     job = start(text, *LAUNCH, "--max-restarts", "1")
-    ready("ready0", "ready1")
+    ready(job, "ready0", "ready1")
     found = scrape(port)
     assert found("restarts_total") == {(): 1}
     assert found("failed_ranks_total")["3",] == 1
@@ -331,7 +346,7 @@ def ask(port: int, query: str) -> list[dict[str, Any]]:
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed")
 def test_prometheus_scrapes_a_job(start: Start, port: int, tmp_path: Path) -> None:
     job, its = start(CALLS, *LAUNCH), free_port()
-    ready("ready0", "ready1")
+    ready(job, "ready0", "ready1")
     (tmp_path / "prometheus.yml").write_text(
         "scrape_configs:\n"
         "  - {job_name: fastcoll, scrape_interval: 200ms, scrape_timeout: 200ms,\n"
