@@ -54,10 +54,10 @@ class BackoffCounts(NamedTuple):
 # it first yields for about 1 ms, which covers the usual lags of ranks that compute. On the progress thread that would
 # take the core from its owner's computation.
 _DEDICATED = BackoffCounts(2000, 200, 3000)
-#
-# A rank without a core of its own yields only until it is clear that the peer's core is taken by a process that a yield
-# does not pass over, then it sleeps on an event. After 1000 yields, 8 ranks on 2 cores beside one busy process took 690
-# us for an all_reduce of 8 bytes, after 50 yields 35 us.
+
+# A rank without a core of its own yields until its peers have probably had the core, if yields reach them (waiting.py),
+# and then sleeps: in a collective until a peer wakes it. An all_reduce of 8 bytes on 8 ranks and 2 cores, beside a busy
+# process, takes 690 us if it sleeps after 1000 yields, and 35 us after 50.
 _OVERSUBSCRIBED = BackoffCounts(0, 50, 50)
 
 

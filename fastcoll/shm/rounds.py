@@ -11,6 +11,8 @@ describes a rank's current call: its number, its operation and sizes, and the pa
                                               the call line instead)
     CONSUMED              rank      all       v: the rank has read all rounds below v
     combined line s % 2   group     all       word 0 = s: all ranks of the group have begun call s
+    EVENT                 all       all       a thread may be asleep until the rank writes one of the words above; a
+                                              combined line has the EVENT of its group's first rank (kernels/futex.py)
 
 The *meeting* of a call ends when all ranks have begun it. Each rank then compares the lines of all ranks.
 
