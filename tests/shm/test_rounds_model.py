@@ -55,7 +55,6 @@ OTHERS: list[tuple[int, str, dict[str, Any]]] = [
     (2, "all_reduce, barrier, all_reduce", {"crowded": True}),
     (2, "broadcast 3", {"crowded": True}),
     (2, "reduce 2 @1 +1, broadcast 2", {"crowded": True}),
-    pytest.param(3, "barrier", {"group": 2, "crowded": True}, marks=pytest.mark.long),
     pytest.param(4, "all_reduce, all_reduce, all_reduce", {"group": 2}, marks=pytest.mark.long),
 ]  # fmt: skip
 
