@@ -14,8 +14,8 @@ from ..compiler.jit import inlined, kernel
 from .copy import copy
 from .futex import sleep_on, wake_all
 from .headers import NUMBER
-from .primitives import load_acquire, load_word, pause, store_release, store_word
-from .waiting import BUDGET, NAP, SPINS, YIELDS, yield_core
+from .primitives import load_acquire, load_word, pause, store_release
+from .waiting import BUDGET, SPINS, YIELDS, nap_of, yield_core
 
 
 @kernel
@@ -52,7 +52,5 @@ def sleep_until(backoff, line, number):
             yield_core()
     seen = load_acquire(line)
     if seen < number:
-        store_word(backoff, NAP, 0)
-        store_word(backoff, NAP + 1, load_word(backoff, BUDGET))
-        sleep_on(line, seen, backoff + 8 * NAP)
+        sleep_on(line, seen, nap_of(backoff, load_word(backoff, BUDGET)))
     return load_acquire(line) >= number

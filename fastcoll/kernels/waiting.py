@@ -69,11 +69,17 @@ def now(backoff):
 
 
 @inlined
+def nap_of(backoff, nanoseconds):
+    """Write a time of less than a second into the back-off table; return its address, for nanosleep and futex."""
+    store_word(backoff, NAP, 0)
+    store_word(backoff, NAP + 1, nanoseconds)
+    return backoff + 8 * NAP
+
+
+@inlined
 def nap(backoff):
     """Sleep briefly; longer once the wait has lasted a second."""
-    store_word(backoff, NAP, 0)
-    store_word(backoff, NAP + 1, _SHORT_NAP if load_word(backoff, IDLE) < 20 else _LONG_NAP)
-    nanosleep(backoff + 8 * NAP, 0)
+    nanosleep(nap_of(backoff, _SHORT_NAP if load_word(backoff, IDLE) < 20 else _LONG_NAP), 0)
 
 
 @kernel
@@ -84,9 +90,7 @@ def _sleep(backoff, word, want, event):
         return
     seen = announce(event)
     if load_acquire(word) < want:
-        store_word(backoff, NAP, 0)
-        store_word(backoff, NAP + 1, _LONG_NAP)
-        sleep_on(event, seen, backoff + 8 * NAP)
+        sleep_on(event, seen, nap_of(backoff, _LONG_NAP))
 
 
 @kernel

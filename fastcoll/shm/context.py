@@ -121,10 +121,10 @@ class ShmContext:
         algorithms = ctypes.c_int64.from_address(base + 8 * ALGORITHMS).value
         words[at.ALGORITHMS], words[at.DIRECT_FROM] = algorithms & ~(1 << autotune.DIRECT), autotune.NEVER
         words[at.NDARRAY], words[at.TUPLE], words[at.NONE] = id(np.ndarray), id(tuple), id(None)
-        spins, yields, caller_yields = backoff(layout.size, cores)
+        spins, yields, caller_yields = counts = backoff(layout.size, cores)
         words[at.BACKOFF + waiting.SPINS], words[at.BACKOFF + waiting.YIELDS] = spins, yields
         words[at.BACKOFF + waiting.BUDGET] = BUDGET
-        words[at.CROWDED] = layout.size > cores
+        words[at.CROWDED] = counts is _OVERSUBSCRIBED
         words[at.PENDING_WAIT : at.PENDING_WAIT + at.WAIT_WORDS] = spins, yields, BUDGET
         words[at.FULL_WAIT : at.FULL_WAIT + at.WAIT_WORDS] = spins, caller_yields, BUDGET
         self.wait_briefly(spins, waiting.NEVER)
