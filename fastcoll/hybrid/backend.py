@@ -10,6 +10,10 @@ Every call begins with a meeting of all ranks, which finds mismatches and missin
 ranks, the ranks of a node meet in shared memory, and one rank a node goes out (net/tcp/plans/node_meeting.py); then the
 internal groups move the data. In a smaller group, the ranks meet as in any group over TCP, and the TcpBackend also
 moves the data of a small call. Kinds that are not in _ALGORITHMS use TCP between all ranks.
+
+In a gather, scatter or all_to_all, no rank knows the sizes of all blocks. The meeting of a group of more than FLAT
+ranks finds out whether all have one size. If so, the blocks for a node travel together, along the rails, so that a rank
+has connections with one rank of each node. If not, each pair of ranks exchanges its blocks over TCP.
 """
 
 from __future__ import annotations
@@ -44,8 +48,9 @@ from ..errors import (
 from ..failpoints import reach
 from ..net.tcp import engine_layout as words
 from ..net.tcp.backend import TcpBackend
-from ..net.tcp.plans.choose import nothing
-from ..net.tcp.plans.shape import MEET_RANKS
+from ..net.tcp.plans.choose import nothing, plan_for
+from ..net.tcp.plans.plan import Plan
+from ..net.tcp.plans.shape import MEET_RANKS, CallShape
 from ..p2p.engine import Engine
 from ..p2p.short_cuts import short_cuts
 from ..rendezvous.assemble import GroupMeeting
@@ -67,6 +72,8 @@ SEGMENT = 8 << 20
 """Bytes of a segment of a rail's block. While a rail sends one segment, the node reduces the next in shared memory. On
 the same two hosts, an all_reduce of 64 MiB takes 93 ms with segments of 1 MiB, and 65 ms with 16 MiB. If each rank has
 a core of its own, smaller segments overlap more."""
+BUNDLED = 1 << 20
+"""Bytes of a block up to which the blocks for a node travel together."""
 # How long a rank whose call has failed waits for the monitor to find the dead rank.
 _REASON_SECONDS = 1.0
 
@@ -192,13 +199,16 @@ class HybridBackend(Backend):
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
         if not self._goes_through_nodes(operation):
             return self._everyone.plan(operation, timeout)
-        meeting = self._everyone.plan(operation, choose=nothing)
+        by_pair = KINDS[operation.kind].is_by_pair
+        meeting = self._everyone.plan(operation, choose=_unless_even if by_pair else nothing)
         calls = self._everyone.context
 
         def call() -> None:
             before, started = calls[words.CALLS], time.monotonic()
             try:
                 meeting()
+                if by_pair and not calls[words.LEFT]:
+                    return  # blocks differ in size, and have been exchanged
                 # The internal groups wait until the deadline of this call.
                 timing = calls[words.CALLS], started, self.gate.timeout
                 for group, ranks in self._parts:
@@ -235,6 +245,8 @@ class HybridBackend(Backend):
         kind, outputs, inputs, op, _, _, _ = operation
         if kind not in _ALGORITHMS or self._everyone.carries(operation):
             return False
+        if KINDS[kind].is_by_pair:  # the ranks know different sizes, so these must not matter
+            return self._everyone.context.combines and self._topology.even
         sizes = [x.nbytes for x in (inputs if KINDS[kind].gives_blocks else outputs)]
         if max(sizes) <= self._direct:
             return False
@@ -317,9 +329,59 @@ class HybridBackend(Backend):
         self.rail.fast.all_gather_single(mine, x)
         everything = np.empty((here, nodes, x.size), x.dtype)
         self.local.fast.all_gather_single(everything, mine)
+        self._by_rank(outs, everything.swapaxes(0, 1))
+
+    def _gather(self, operation: Operation) -> None:
+        """Gather inside each node on the rank of the root's rail. Then gather along this rail."""
+        (x,), (node, index) = operation.inputs, self._topology.home_of(operation.root)
+        if self._topology.local_rank != index:
+            self.local.fast.gather_single(x, None, index)
+            return
+        assert self.rail is not None
+        mine = np.empty((self.local.size, x.size), x.dtype)
+        self.local.fast.gather_single(x.reshape(-1), mine, index)
+        everything = np.empty((self.rail.size, *mine.shape), x.dtype) if operation.outputs else None
+        self.rail.fast.gather_single(mine, everything, node)
+        if everything is not None:
+            self._by_rank(operation.outputs, everything)
+
+    def _scatter(self, operation: Operation) -> None:
+        """Scatter along the root's rail, so that one rank has the blocks of its node. Then scatter inside the nodes."""
+        (out,), (node, index) = operation.outputs, self._topology.home_of(operation.root)
+        mine = None
+        if self._topology.local_rank == index:
+            assert self.rail is not None
+            mine = np.empty((self.local.size, out.size), out.dtype)
+            everything = self._by_node(operation.inputs) if operation.inputs else None
+            self.rail.fast.scatter_single(mine, everything, node)
+        self.local.fast.scatter_single(out, mine, index)
+
+    def _all_to_all(self, operation: Operation) -> None:
+        """Exchange the blocks for each node along the rails. Then exchange inside the nodes.
+
+        That is the hierarchical all_to_all of Rajbhandari et al., DeepSpeed-MoE, ICML 2022, with the steps exchanged.
+        """
+        assert self.rail is not None
+        given = self._by_node(operation.inputs)
+        there = np.empty_like(
+            given
+        )  # from each node, the blocks of its rank on this rail for the ranks of this node
+        self.rail.fast.all_to_all_single(there, given)
+        here = np.empty((self.local.size, self.rail.size, *given.shape[2:]), given.dtype)
+        self.local.fast.all_to_all_single(here, np.ascontiguousarray(there.swapaxes(0, 1)))
+        self._by_rank(operation.outputs, here.swapaxes(0, 1))
+
+    def _by_node(self, blocks: Sequence[Array]) -> Array:
+        """Copy a block for each rank to an array with the dimensions node, local rank, and element of the block."""
+        return np.array(
+            [[blocks[rank].reshape(-1) for rank in node] for node in self._topology.nodes], blocks[0].dtype
+        )
+
+    def _by_rank(self, blocks: Sequence[Array], everything: Array) -> None:
+        """Copy an array as that of `_by_node` to a block for each rank."""
         for number, ranks in enumerate(self._topology.nodes):
             for index, rank in enumerate(ranks):
-                outs[rank].reshape(-1)[...] = everything[index, number]
+                blocks[rank].reshape(-1)[...] = everything[number, index]
 
     def _reduce_between_nodes(
         self, x: Array, op: ReduceOp, narrow: Narrow | None, async_op: bool = False
@@ -402,6 +464,11 @@ class HybridBackend(Backend):
             group.disown(error)
 
 
+def _unless_even(shape: CallShape) -> Plan:
+    """Plan a call over TCP between all ranks. It is left out if all blocks have one size of at most BUNDLED bytes."""
+    return plan_for(shape)._replace(leaves_blocks=BUNDLED)
+
+
 def _overlap(items: Iterable[tuple[Any, ...]], begin: Callable[..., Any], end: Callable[..., None]) -> None:
     """Begin each item before the one before it is ended: one travels between nodes while its node reduces the next.
 
@@ -423,5 +490,8 @@ _ALGORITHMS: dict[str, Callable[[HybridBackend, Operation], None]] = {
     "reduce_scatter": HybridBackend._reduce_scatter,
     "broadcast": HybridBackend._broadcast,
     "all_gather": HybridBackend._all_gather,
+    "gather": HybridBackend._gather,
+    "scatter": HybridBackend._scatter,
+    "all_to_all": HybridBackend._all_to_all,
 }
 """Kinds whose large operations run in the internal groups; all others use TCP between all ranks."""

@@ -170,6 +170,73 @@ def test_a_reduce_sends_each_byte_once_towards_the_root(rank: int, world_size: i
     assert found.sum() < 1.01 * nbytes, found
 
 
+def connected(group: ProcessGroup) -> set[int]:
+    """Return the ranks with which this rank has connections for the collectives of all ranks."""
+    return {*np.flatnonzero((group.backend._everyone.context.fds >= 0).any(axis=1)).tolist()}
+
+
+@pytest.mark.ranks(6, init=False)
+@pytest.mark.parametrize("homes", [SIX[0], SIX[2]])
+def test_blocks_for_a_node_travel_together(
+    rank: int, world_size: int, start: Start, homes: list[int]
+) -> None:
+    """Blocks of one size need no connections between all ranks."""
+    group = start(homes)
+    dist.barrier()
+    met = connected(group)
+    for count in (0, 1, 5, 70_000):
+        every = [np.full(count, 10 * rank + peer, np.int32) for peer in range(world_size)]
+        outs = [np.empty(count, np.int32) for _ in range(world_size)]
+        for root in range(world_size):
+            dist.gather(every[root], outs if rank == root else None, root)
+            if rank == root:
+                assert all((out == 10 * peer + root).all() for peer, out in enumerate(outs))
+            own = np.empty(count, np.int32)
+            dist.scatter(own, every if rank == root else None, root)
+            assert (own == 10 * root + rank).all()
+        dist.all_to_all(outs, every)
+        assert all((out == 10 * peer + rank).all() for peer, out in enumerate(outs))
+        table, result = np.concatenate(every), np.empty(count * world_size, np.int32)
+        dist.all_to_all_single(result, table)
+        ops.equal(result, np.concatenate(outs))
+    assert connected(group) == met
+
+
+@pytest.mark.ranks(6, init=False)
+def test_blocks_of_which_one_pair_differs_in_size(rank: int, world_size: int, start: Start) -> None:
+    """Only two ranks know that not all blocks have one size."""
+    homes = SIX[2]
+    start(homes)
+    sizes = np.full((world_size, world_size), 3)
+    sizes[1, 4] = 5
+    outs = [np.full(sizes[peer, rank], -1) for peer in range(world_size)]
+    dist.all_to_all(outs, [np.full(n, 10 * rank + peer) for peer, n in enumerate(sizes[rank])])
+    assert [out.tolist() for out in outs] == [
+        [10 * peer + rank] * sizes[peer, rank] for peer in range(world_size)
+    ]
+    for root in (0, 2):
+        outs = [np.full(sizes[peer, 4], -1) for peer in range(world_size)]
+        dist.gather(np.full(sizes[rank, 4], rank), outs if rank == root else None, root)
+        assert rank != root or [out.tolist() for out in outs] == [[r] * n for r, n in enumerate(sizes[:, 4])]
+        own = np.full(sizes[1, rank], -1)
+        dist.scatter(own, [np.full(n, r) for r, n in enumerate(sizes[1])] if rank == root else None, root)
+        assert own.tolist() == [rank] * sizes[1, rank]
+
+
+@ranks(EVEN)
+def test_blocks_of_other_types(rank: int, world_size: int, start: Start) -> None:
+    start(EVEN)
+    pair = np.dtype([("key", ">i4"), ("value", "f8")])
+    for dtype in (np.dtype(">f8"), np.dtype(bool), np.dtype("complex64"), pair):
+        given = [
+            np.array([(rank, peer)], pair) if dtype == pair else np.array([rank], dtype) for peer in range(4)
+        ]
+        outs = [np.empty(1, dtype) for _ in range(world_size)]
+        dist.all_to_all(outs, given)
+        for peer, out in enumerate(outs):
+            ops.equal(out, np.array([(peer, rank)], pair) if dtype == pair else np.array([peer], dtype))
+
+
 # ---- calls that do not match, and ranks that are missing -------------------------------------------------
 
 

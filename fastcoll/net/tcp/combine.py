@@ -1,11 +1,11 @@
 """The meeting of more than 16 ranks: headers are combined on their way, so each rank sends and receives few bytes.
 
 A *combination* of several ranks' headers is itself a header. It has the call word and shape of one of these ranks, the
-sum of their balances (core/signature.py), and whether any two of their headers differ. The plan of the exchange is in
-plans/circulant.py: in each of ceil(log2 n) rounds, a rank sends one header. Then every rank has a combination of all
-headers, whose balance is 0 if all sizes match. If it shows that the calls do not match, the ranks exchange all headers
-unchanged, so that each rank's error can name the calls of all ranks. In groups of more than 16 ranks, every call waits
-for all ranks, and nothing is attached to headers.
+sum of their balances (core/signature.py), whether any two of their headers differ, and the size of their blocks. The
+plan of the exchange is in plans/circulant.py: in each of ceil(log2 n) rounds, a rank sends one header. Then every rank
+has a combination of all headers, whose balance is 0 if all sizes match. If it shows that the calls do not match, the
+ranks exchange all headers unchanged, so that each rank's error can name the calls of all ranks. In groups of more than
+16 ranks, every call waits for all ranks, and nothing is attached to headers.
 """
 
 from __future__ import annotations
@@ -37,10 +37,23 @@ def combine(target, sources):
     store_word(target, w.HEAD_SHAPE, shape)
     store_word(target, w.HEAD_BALANCE, balance)
     store_word(target, w.HEAD_DIFFERS, differs)
+    block = load_word(first, w.HEAD_BLOCK)
+    store_word(target, w.HEAD_BLOCK, block if load_word(second, w.HEAD_BLOCK) == block else -1)
+
+
+@inlined
+def _combined(c):
+    return load_word(load_word(c, w.BUFFERS), t.SCRATCH) + COMBINED
+
+
+@inlined
+def block_of_all(c):
+    """Return the size of every block in the calls of all ranks; -1 if blocks differ in size."""
+    return load_word(_combined(c), w.HEAD_BLOCK)
 
 
 @inlined
 def all_agree(c):
     """Whether the combined headers show that the calls of all ranks match."""
-    head = load_word(load_word(c, w.BUFFERS), t.SCRATCH) + COMBINED
+    head = _combined(c)
     return load_word(head, w.HEAD_DIFFERS) == 0 and load_word(head, w.HEAD_BALANCE) == 0

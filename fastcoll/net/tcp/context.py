@@ -75,6 +75,8 @@ class PreparedPlan:
         has_split_array = kind.has_blocks and not kind.is_by_pair  # one array may hold all ranks' blocks
         self._words[w.SPLIT_ARRAY] = (0 if kind.takes_blocks else 1) if has_split_array else -1
         self._words[w.BLOCK_BYTES] = call_shape.nbytes[0] if call_shape.nbytes else 0
+        self._words[w.BLOCK] = call_shape.nbytes[0] if len(set(call_shape.nbytes)) == 1 else -1
+        self._words[w.LEAVES_BLOCKS] = plan.leaves_blocks
         self.address = address_of(self._words)
 
     @property

@@ -58,7 +58,8 @@ GATHERING = NEXT + 12
 # addresses; and the address of the line for which the thread waits, 0 if it waits for connections.
 LINES, AWAITED = NEXT + 13, NEXT + 14
 CARRYING = NEXT + 15  # address of the prepared call whose data the combined headers carry; 0: none
-CONTEXT_WORDS = NEXT + 16
+LEFT = NEXT + 16  # whether the last call with LEAVES_BLOCKS left out its plan
+CONTEXT_WORDS = NEXT + 17
 
 # ---- a prepared call ----------------------------------------------------------------------------------
 CALL, SHAPE = 0, 1  # see core/signature.py
@@ -74,11 +75,15 @@ MOVES = 13  # whether anything is sent or received after the meeting
 LACKS_PEERS = 14  # whether connections with peers of the plan may be missing; they are made after the meeting
 # The bytes of data that combined headers carry, and how many items they are for the REDUCER (plans/node_meeting.py).
 CARRIED, CARRIED_ITEMS = 15, 16
-PREPARED_WORDS = 17
+BLOCK = 17  # see HEAD_BLOCK in meet.py
+# If all blocks of all ranks have one size, and this is at least that size, the plan is left out: the caller moves the
+# data. -1: the plan is never left out.
+LEAVES_BLOCKS = 18
+PREPARED_WORDS = 19
 
 # ---- a header -----------------------------------------------------------------------------------------
 # These words follow NUMBER, HEAD_CALL, HEAD_SHAPE and HEAD_BALANCE; meet.py has their meanings.
-HEAD_ATTACHED, HEAD_DIFFERS = 4, 5
+HEAD_ATTACHED, HEAD_DIFFERS, HEAD_BLOCK = 4, 5, 6
 
 # ---- stages -------------------------------------------------------------------------------------------
 IDLE, MEET, RUN, GATHER = range(4)

@@ -29,7 +29,7 @@ from ...kernels.recording import record_call, record_end
 from ...kernels.sockets import READABLE, WRITABLE, receive_some, send_some, wait_ready
 from ...kernels.waiting import BUDGET, now
 from . import engine_layout as w
-from .combine import all_agree, combine
+from .combine import all_agree, block_of_all, combine
 from .meet import (
     PENDING,
     SEEN_EVERY,
@@ -434,7 +434,11 @@ def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
         _begin_plan(c, load_word(d, w.PAYLOADS))
         store_word(c, w.STAGE, w.RUN)
         _hit_failpoint(d, _MET)
-        if load_word(d, w.LACKS_PEERS) != 0:
+        left = load_word(d, w.LEAVES_BLOCKS) >= 0 and 0 <= block_of_all(c) <= load_word(d, w.LEAVES_BLOCKS)
+        store_word(c, w.LEFT, 1 if left else 0)
+        if left:
+            _begin_plan(c, load_word(d, w.ROWS))
+        elif load_word(d, w.LACKS_PEERS) != 0:
             return UNCONNECTED
     status = _run(c, d, False, idle)
     if status == DONE:

@@ -7,6 +7,7 @@
     HEAD_BALANCE    hash of the sizes sent minus hash of those expected; if all match, the sum over all ranks is 0
     HEAD_ATTACHED   bytes that follow this header
     HEAD_DIFFERS    not 0 if this header combines others that differ (combine.py, for more than 16 ranks)
+    HEAD_BLOCK      bytes of each array whose size is compared; -1 if they, or those of combined headers, differ in size
 
 A header and the data behind it are a *frame*. A *synchronising* call waits for the headers of all ranks. All ranks
 compare the same headers, so either all of them go on or all raise, before any result is written. An *early-return* call
@@ -147,6 +148,7 @@ def write_headers(c, d, returns_early):
         store_word(frame, w.HEAD_ATTACHED, 0)
         store_word(frame, w.HEAD_BALANCE, load_word(d, w.BALANCE))
         store_word(frame, w.HEAD_DIFFERS, 0)
+        store_word(frame, w.HEAD_BLOCK, load_word(d, w.BLOCK))
         if keeps:
             store_word(record, 2 * peer, load_word(d, w.CALL))
             store_word(record, 2 * peer + 1, load_word(d, w.SHAPE))

@@ -73,11 +73,14 @@ class Plan(NamedTuple):
     Attributes:
         scratch: the bytes that SCRATCH must have.
         carried: the bytes of data that the combined headers carry.
+        leaves_blocks: if all blocks of all ranks have one size, and at most this many bytes, then the table is left
+            out, and the caller moves the data; -1: it is never left out. Only for combined headers.
     """
 
     table: Table
     scratch: int
     carried: int = 0
+    leaves_blocks: int = -1
 
 
 class Rows:
