@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -94,7 +93,13 @@ class HybridBackend(Backend):
 
     @classmethod
     def make(
-        cls, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
+        cls,
+        store: Store,
+        name: str,
+        members: Sequence[Member],
+        rank: int,
+        timeout: float,
+        crowd: Sequence[Member] = (),
     ) -> HybridBackend:
         """Meet the other members; collective. The arguments and errors are those of ShmBackend and TcpBackend."""
         topology = Topology(members, rank)
@@ -103,21 +108,18 @@ class HybridBackend(Backend):
 
         def add(make: Callable[..., Backend], label: str, ranks: Sequence[int]) -> Backend:
             some = [members[r] for r in ranks]
-            made = make(PrefixStore(label, store), f"{name}/{label}", some, ranks.index(rank), timeout)
+            part = PrefixStore(label, store)
+            made = make(part, f"{name}/{label}", some, ranks.index(rank), timeout, crowd=crowd or members)
             groups.append(ProcessGroup(made))
             return made
 
         try:
             nodes = topology.nodes if len(members) > FLAT else ()
-            everyone = TcpBackend.make(store, name, members, rank, timeout, nodes=nodes)
-            # If the members are not the whole world, this rank does not know how many other ranks share the node.
-            is_world = len(members) == members[rank].world_size
-            inside = partial(ShmBackend.make, neighbours=len(topology.local) if is_world else None)
-            near = add(inside, f"node{topology.node}", topology.local)
+            everyone = TcpBackend.make(store, name, members, rank, timeout, crowd, nodes)
+            near = add(ShmBackend.make, f"node{topology.node}", topology.local)
             assert isinstance(near, ShmBackend)
             if topology.rail is not None:
-                between = partial(between_nodes(), crowd=members)
-                add(between, f"rail{topology.local_rank}", topology.rail)
+                add(between_nodes(), f"rail{topology.local_rank}", topology.rail)
         except BaseException as error:
             failure: BaseException = error
             if everyone is not None and isinstance(error, PeerDiedError | StoreError):

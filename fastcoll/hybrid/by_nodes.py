@@ -14,13 +14,20 @@ from ..store import Store
 from ..system.processes import Member, Topology
 
 
-def make_auto(store: Store, name: str, members: Sequence[Member], rank: int, timeout: float) -> Backend:
+def make_auto(
+    store: Store,
+    name: str,
+    members: Sequence[Member],
+    rank: int,
+    timeout: float,
+    crowd: Sequence[Member] = (),
+) -> Backend:
     """Make the backend that fits the members' nodes: shared memory, TCP (or MPI), or both; collective."""
     topology = Topology(members, rank)
     if len(topology.nodes) == 1:
-        return ShmBackend.make(store, name, members, rank, timeout)
+        return ShmBackend.make(store, name, members, rank, timeout, crowd)
     from .backend import HybridBackend, between_nodes
 
     if all(len(node) == 1 for node in topology.nodes):
-        return between_nodes()(store, name, members, rank, timeout)
-    return HybridBackend.make(store, name, members, rank, timeout)
+        return between_nodes()(store, name, members, rank, timeout, crowd)
+    return HybridBackend.make(store, name, members, rank, timeout, crowd)

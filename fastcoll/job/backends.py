@@ -22,21 +22,23 @@ _log = logging.getLogger("fastcoll")
 
 Make = Callable[[Store, str, Sequence[Member], int, float], Carries]
 """`make(store, name, members, group_rank, timeout)` meets the other members and returns a backend; collective."""
+MakeInJob = Callable[[Store, str, Sequence[Member], int, float, Sequence[Member]], Carries]
+"""The same, with the ranks of the job that this rank knows, which may run on the members' cores."""
 
 
-def _load_shm() -> Make:
+def _load_shm() -> MakeInJob:
     from ..shm.backend import ShmBackend
 
     return ShmBackend.make
 
 
-def _load_tcp() -> Make:
+def _load_tcp() -> MakeInJob:
     from ..net.tcp.backend import TcpBackend
 
     return TcpBackend.make
 
 
-def _load_mpi() -> Make:
+def _load_mpi() -> MakeInJob:
     from ..net.mpi.backend import MpiBackend
     from ..net.mpi.library import load
 
@@ -44,7 +46,7 @@ def _load_mpi() -> Make:
     return MpiBackend.make
 
 
-BACKENDS: dict[str, Callable[[], Make]] = {"shm": _load_shm, "tcp": _load_tcp, "mpi": _load_mpi}
+BACKENDS: dict[str, Callable[[], MakeInJob]] = {"shm": _load_shm, "tcp": _load_tcp, "mpi": _load_mpi}
 
 
 class Backend(str):
@@ -100,7 +102,7 @@ class Backend(str):
                 f"extended_api is {extended_api!r} and devices is {devices!r}; a registered backend has no "
                 "options, and is for arrays in host memory"
             )
-        BACKENDS[lower] = lambda: func
+        BACKENDS[lower] = lambda: lambda *args: func(*args[:-1])
         KNOWN.append(lower)
         setattr(cls, lower.upper(), lower)
 
@@ -237,7 +239,7 @@ def _for_the_cpu() -> str:
     return "available: " + ", ".join(n for n in KNOWN if n != Backend.NCCL and is_backend_available(n))
 
 
-def load(choice: BackendChoice) -> Make:
+def load(choice: BackendChoice) -> MakeInJob:
     """Import the backend for arrays in host memory, and return the function that makes backends of this kind.
 
     The first call imports Numba, too, and takes about half a second; later calls take no time.
@@ -253,9 +255,18 @@ def load(choice: BackendChoice) -> Make:
 
 
 def make_group(
-    choice: BackendChoice, store: Store, name: str, members: Sequence[Member], rank: int, timeout: float
+    choice: BackendChoice,
+    store: Store,
+    name: str,
+    members: Sequence[Member],
+    rank: int,
+    timeout: float,
+    crowd: Sequence[Member] = (),
 ) -> ProcessGroup:
     """Make a group whose members meet in `store`, which no other group uses; collective among the members.
+
+    Args:
+        crowd: the ranks of the job that this rank knows, members or not.
 
     Raises:
         UnavailableError: the backend is "shm", and the members are on several nodes.
@@ -273,6 +284,6 @@ def make_group(
 
         return carrier_for(choice.by_device.get("cuda", cpu), group)
 
-    group = ProcessGroup(make(store, name, members, rank, timeout))
+    group = ProcessGroup(make(store, name, members, rank, timeout, crowd))
     group.gpus.serve(make_devices)
     return group

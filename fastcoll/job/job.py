@@ -42,7 +42,7 @@ class Job:
         """Make a group of the global ranks `ranks`; collective among them."""
         members = [self.lease.members[rank] for rank in ranks]
         store, rank = PrefixStore(key, self.lease.store), ranks.index(self.lease.rank)
-        return make_group(choice, store, name, members, rank, timeout)
+        return make_group(choice, store, name, members, rank, timeout, self.lease.members)
 
     @contextmanager
     def making(self, ranks: Sequence[int], doing: str, counted: bool = True) -> Iterator[None]:

@@ -121,7 +121,8 @@ def make(
             replace(member, rank=each, world_size=world_size or size)
             for member, each in zip(members, ranks, strict=True)
         ]
-        group = make_group(choice, PrefixStore("group", job), name, known, rank, timeout)
+        crowd = [member for other in groups.standalone.values() for member in other.members]
+        group = make_group(choice, PrefixStore("group", job), name, known, rank, timeout, crowd)
         undo.pop_all()
     _leave_at_exit()
     groups.standalone[group] = Standalone(choice, known, lambda: None)

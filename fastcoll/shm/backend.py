@@ -70,27 +70,26 @@ class ShmBackend(Backend):
         members: Sequence[Member],
         rank: int,
         timeout: float,
-        neighbours: int | None = None,
+        crowd: Sequence[Member] = (),
     ) -> ShmBackend:
         """Meet the other members, in the order of their group ranks, in a new segment; collective.
 
         Args:
             store: the group's own (prefixed) store.
             timeout: seconds, for this and for every call on the group.
-            neighbours: number of the job's ranks on this node, members or not; None: all of the job's ranks are on it.
+            crowd: the job's ranks that this rank knows, members or not. Some of them may run on the members' cores.
 
         Raises:
             ResourceError: no shared memory; raised on every rank.
             PeerDiedError, StoreTimeoutError: a member died or did not arrive.
         """
-        there = members[rank].world_size if neighbours is None else neighbours
-        met = meet(store, members, rank, timeout, there)
+        met = meet(store, members, rank, timeout, crowd)
         made = cls(Gate(name, [member.rank for member in members], rank, timeout), members, met)
         made.go_direct(met.reach)
         return made
 
     def __init__(self, gate: Gate, members: Sequence[Member], met: Met) -> None:
-        segment, cores, share, self.conditions, already, _ = met
+        segment, share, self.conditions, already, _ = met
         rank = gate.rank
         self.gate = gate
         self.monitor = ShmMonitor(segment, members, rank)
@@ -99,11 +98,11 @@ class ShmBackend(Backend):
         since = words.BACKOFF + waiting.TIMED
         self._record.follow(words.CALLS, words.FINISHED, since, words.LATE, words.PENDING)
         self.monitor.record = self._record
-        self.context = ShmContext(segment.address, segment.layout, rank, cores, self._record.context)
+        self.context = ShmContext(segment.address, segment.layout, rank, share, self._record.context)
         self.context.words[words.RING] = self._record.ring
         self._c = self.context.address
         self.calls = Calls(gate, self.monitor, segment, self.context, self._record, self.interrupted)
-        modes = backoff(gate.size, cores)
+        modes = backoff(share)
         self.pipe = RingPipe(segment, rank, self.monitor, modes, self._c)
         routes: list[tuple[Pipe, int]] = [(self.pipe, peer) for peer in range(gate.size)]
         tuning_table.fill(self._tuning, *already)

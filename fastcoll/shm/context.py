@@ -61,9 +61,9 @@ _DEDICATED = BackoffCounts(2000, 200, 3000)
 _OVERSUBSCRIBED = BackoffCounts(0, 50, 50)
 
 
-def backoff(ranks: int, cores: int) -> BackoffCounts:
-    """Return how to wait in a group of `ranks` ranks on `cores` cores; for collectives and messages."""
-    return _DEDICATED if ranks <= cores else _OVERSUBSCRIBED
+def backoff(share: int) -> BackoffCounts:
+    """Return how to wait, in collectives and messages, if there are `share` cores for each rank (0: less than one)."""
+    return _DEDICATED if share else _OVERSUBSCRIBED
 
 
 _NO_ARENA = np.zeros(TABLE_WORDS, np.int64)
@@ -108,9 +108,14 @@ def words_for(size: int) -> int:
 
 
 class ShmContext:
-    """The context of one rank, with access to the words that Python needs; `words`: memory for it, all zeros."""
+    """The context of one rank, with access to the words that Python needs.
 
-    def __init__(self, base: int, layout: Layout, rank: int, cores: int, words: Array | None = None) -> None:
+    Args:
+        share: number of cores for each rank (meeting.py).
+        words: memory for the context, all zeros.
+    """
+
+    def __init__(self, base: int, layout: Layout, rank: int, share: int, words: Array | None = None) -> None:
         words = self.words = np.zeros(words_for(layout.size), np.int64) if words is None else words
         self.address, self._base = address_of(words), base
         words[at.RANK], words[at.SIZE] = rank, layout.size
@@ -121,7 +126,7 @@ class ShmContext:
         algorithms = ctypes.c_int64.from_address(base + 8 * ALGORITHMS).value
         words[at.ALGORITHMS], words[at.DIRECT_FROM] = algorithms & ~(1 << autotune.DIRECT), autotune.NEVER
         words[at.NDARRAY], words[at.TUPLE], words[at.NONE] = id(np.ndarray), id(tuple), id(None)
-        spins, yields, caller_yields = counts = backoff(layout.size, cores)
+        spins, yields, caller_yields = counts = backoff(share)
         words[at.BACKOFF + waiting.SPINS], words[at.BACKOFF + waiting.YIELDS] = spins, yields
         words[at.BACKOFF + waiting.BUDGET] = BUDGET
         words[at.CROWDED] = counts is _OVERSUBSCRIBED

@@ -8,7 +8,7 @@ import json
 import operator
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from .. import config, failpoints
 from ..errors import CollectiveTimeoutError, PeerDiedError, ResourceError
 from ..rendezvous.assemble import GroupMeeting
 from ..store import Store
-from ..system.processes import Member, describe_gone, gone_among
+from ..system.processes import Member, describe_gone, gone_among, neighbours_of
 from . import tuning_table
 from .autotune import allowed_algorithms
 from .layout import ALGORITHMS, ATTACHED, LINE, ONE_SHOT_LIMIT, QUOTA, Layout, plan
@@ -33,18 +33,17 @@ class Met(NamedTuple):
     """Result of a meeting; equal on all members, except for the address at which the segment is mapped."""
 
     segment: Segment
-    cores: int  # number of cores that the members may use together
-    share: int  # cores for each rank of the job on this node; 0: fewer cores than ranks
+    share: int  # cores of the members, divided by the job's ranks that may run on them; 0: fewer cores than ranks
     conditions: Conditions
     times: tuple[Times, float]  # earlier measurements under these conditions, see `tuning_table.matching`
     reach: int  # how all members can access one another's memory (reach.py)
 
 
-def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, neighbours: int) -> Met:
+def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, crowd: Iterable[Member]) -> Met:
     """Create the group's segment on rank 0, map it on all members, and agree on common values; collective.
 
     Args:
-        neighbours: number of the job's ranks on this node, whether they are members of the group or not.
+        crowd: the job's ranks, whether they are members of the group or not.
     """
     name = ""
     with GroupMeeting(store, members, rank, timeout, _DOING) as meeting:
@@ -54,16 +53,16 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
                 layout = choose_layout(len(members))
                 name = new_name()
                 published = tuning_table.to_publish(len(members), layout.slot)
+                neighbours = neighbours_of(members, crowd)
                 segment = Segment.create(name, layout)
                 segment.words[ONE_SHOT_LIMIT] = one_shot_limit(len(members))
                 segment.words[ALGORITHMS] = allowed_algorithms()
                 failpoints.reach("shm.meeting.after_create")
-                meeting.publish(
-                    "segment", json.dumps({"name": name, "times": published, **asdict(layout)}).encode()
-                )
+                announced = {"name": name, "times": published, "neighbours": neighbours, **asdict(layout)}
+                meeting.publish("segment", json.dumps(announced).encode())
             else:
                 announced = json.loads(meeting.receive("segment"))
-                name, published = announced.pop("name"), announced.pop("times")
+                name, published, neighbours = map(announced.pop, ("name", "times", "neighbours"))
                 try:
                     segment = Segment.attach(name, Layout(**announced))
                 except ResourceError:
@@ -95,11 +94,9 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, nei
         finally:
             if name:
                 unlink(name)
-    share = cores // max(neighbours, len(members))
+    share = cores // (len(members) + neighbours)
     conditions = Conditions(len(members), "own" if share else "shared", segment.layout.slot)
-    return Met(
-        segment, cores, share, conditions, tuning_table.matching(published, conditions), reach.of_all()
-    )
+    return Met(segment, share, conditions, tuning_table.matching(published, conditions), reach.of_all())
 
 
 def choose_layout(size: int) -> Layout:

@@ -132,6 +132,22 @@ def cores_of(processes: Iterable[ProcessId]) -> set[int]:
     return cores
 
 
+def neighbours_of(members: Sequence[ProcessId], crowd: Iterable[ProcessId]) -> int:
+    """Count the processes of `crowd` that are not among `members`, but may run on one of their cores."""
+    cores, known = cores_of(members), {*map(_key, members)}
+    others = {_key(each): each for each in crowd if _key(each) not in known}
+    return sum(not cores.isdisjoint(cores_of([other])) for other in others.values())
+
+
+def _key(process: ProcessId) -> tuple[str, str, int]:
+    return process.boot_id, process.pid_namespace, process.pid
+
+
+def have_own_cores(members: Sequence[ProcessId], crowd: Iterable[ProcessId] = ()) -> bool:
+    """Return whether each process of one host, and each of `crowd` on the same cores, can have a core of its own."""
+    return len(members) + neighbours_of(members, crowd) <= len(cores_of(members))
+
+
 def dead_among(processes: Iterable[P]) -> list[P]:
     """Return the processes that are proven dead; a process that is out of sight counts as alive.
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 
 import fastcoll as dist
 from fastcoll import config
+from fastcoll.core.group import ProcessGroup
 from fastcoll.errors import PeerDiedError, ResourceError
 from fastcoll.rendezvous.assemble import GroupMeeting
+from fastcoll.shm import context_layout as words
 from fastcoll.shm import meeting as meet
 from fastcoll.shm import segment
+from fastcoll.shm.backend import ShmBackend
 from fastcoll.store import HashStore
 from fastcoll.system.processes import Member
 
@@ -69,3 +74,25 @@ def test_a_resource_error_of_one_rank_is_raised_on_all(rank: int, monkeypatch: p
     assert str(caught.value).startswith("rank 0 (") == (rank > 0)
     config.forget()
     dist.barrier(dist.new_group(backend="shm"))
+
+
+def is_crowded(group: ProcessGroup) -> bool:
+    backend = group.backend
+    assert isinstance(backend, ShmBackend)
+    return backend.context[words.CROWDED] != 0
+
+
+@pytest.mark.ranks(3)
+def test_a_group_shares_its_cores_with_the_job_s_other_ranks(
+    rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks have two cores of their own only if the third rank is bound to another one."""
+    pids = np.empty(world_size, np.int64)
+    dist.all_gather_into_tensor(pids, np.array([os.getpid()]))
+    core_of = dict(zip(pids.tolist(), range(world_size), strict=True)) | {0: rank}
+    for crowded, cores in ((True, lambda pid: {0, 1}), (False, lambda pid: {core_of[pid]})):
+        monkeypatch.setattr(os, "sched_getaffinity", cores)
+        pair = dist.new_group([0, 1])
+        if rank < 2:
+            assert is_crowded(pair) is crowded
+            dist.barrier(group=pair)

@@ -239,7 +239,7 @@ class Op:
 
 @pytest.fixture
 def context():
-    return ShmContext(address_of(HEADER), Layout(2, 1024, 2048), 0, cores=2)
+    return ShmContext(address_of(HEADER), Layout(2, 1024, 2048), 0, share=1)
 
 
 def test_the_memo_finds_only_what_was_added(context):

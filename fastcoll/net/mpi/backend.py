@@ -12,7 +12,6 @@ use the engine of p2p/ with a pipe over MPI (pipe.py).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -38,7 +37,7 @@ from ...p2p.pipe import Pipe
 from ...record.recorder import GroupRecorder
 from ...rendezvous.control import NetMonitor
 from ...store import Store
-from ...system.processes import Member
+from ...system.processes import Member, have_own_cores
 from . import compiled as c
 from .agreement import MEETING_WORDS, Prepared, Requests, RowExchange, abandon
 from .execution import Addressed, Execution, HostMemory, Memory, are_near
@@ -68,7 +67,7 @@ class MpiBackend(Backend):
         members: Sequence[Member],
         rank: int,
         timeout: float,
-        crowd: Sequence[Member] | None = None,
+        crowd: Sequence[Member] = (),
     ) -> MpiBackend:
         """Make the group's communicator; collective.
 
@@ -79,8 +78,9 @@ class MpiBackend(Backend):
         """
         library = load()
         comm, cuda_aware = make_comm(library, store, name, members, rank, timeout)
-        here = [member for member in crowd or members if member.boot_id == members[rank].boot_id]
-        dedicated = len(here) <= len(os.sched_getaffinity(0))  # each rank of this host has a core
+        dedicated = have_own_cores(
+            [member for member in members if member.boot_id == members[rank].boot_id], crowd
+        )
         gate = Gate(name, [member.rank for member in members], rank, timeout)
         return cls(library, comm, gate, members, dedicated, cuda_aware)
 

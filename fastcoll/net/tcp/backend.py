@@ -37,7 +37,7 @@ from ...p2p.pipe import Pipe
 from ...record.recorder import GroupRecorder
 from ...rendezvous.control import NetMonitor
 from ...store import Store
-from ...system.processes import Member, cores_of
+from ...system.processes import Member, have_own_cores
 from . import engine_layout as words
 from . import executor as engine
 from .context import NetContext, PreparedPlan
@@ -78,7 +78,7 @@ class TcpBackend(Backend):
         members: Sequence[Member],
         rank: int,
         timeout: float,
-        crowd: Sequence[Member] | None = None,
+        crowd: Sequence[Member] = (),
         nodes: Sequence[Sequence[int]] = (),
     ) -> TcpBackend:
         """Meet the other members over the network; collective.
@@ -86,7 +86,6 @@ class TcpBackend(Backend):
         The other arguments are those of ShmBackend.make.
 
         Args:
-            crowd: the ranks that run on the hosts' cores; None: only the members.
             nodes: the group ranks of each node, if they meet by nodes; `context.share_lines` must follow.
 
         Raises:
@@ -96,7 +95,7 @@ class TcpBackend(Backend):
         near = next((node for node in nodes if rank in node), ())
         mesh = Mesh.make(store, name, members, rank, timeout, near)
         gate = Gate(name, [member.rank for member in members], rank, timeout)
-        return cls(gate, members, mesh, crowd or members, nodes)
+        return cls(gate, members, mesh, crowd, nodes)
 
     def __init__(
         self,
@@ -112,8 +111,8 @@ class TcpBackend(Backend):
         self.inquiry.listen(self.monitor, range(gate.size))
         self._mesh = mesh
         self._recovery_endpoint = TcpRecoveryEndpoint(mesh)
-        here = [member for member in crowd if member.boot_id == members[gate.rank].boot_id]
-        backoff = _DEDICATED if len(here) <= len(cores_of(here)) else _OVERSUBSCRIBED
+        here = [member for member in members if member.boot_id == members[gate.rank].boot_id]
+        backoff = _DEDICATED if have_own_cores(here, crowd) else _OVERSUBSCRIBED
         self._limits = default_limits(gate.size)
         if nodes:
             carried = CARRIED if len(nodes) <= GATHERED else 0
