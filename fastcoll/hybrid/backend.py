@@ -7,19 +7,17 @@ It consists of a TcpBackend of all ranks and two internal groups:
              mpi; each rail moves one block of the data
 
 Every call begins with a meeting of all ranks, which finds mismatches and missing ranks. In a group of more than FLAT
-ranks, the ranks of a node meet in shared memory, and one rank a node goes out (net/tcp/plans/node_meeting.py); then the
-internal groups move the data. In a smaller group, the ranks meet as in any group over TCP, and the TcpBackend also
-moves the data of a small call. Kinds that are not in _ALGORITHMS use TCP between all ranks.
-
-In a gather, scatter or all_to_all, no rank knows the sizes of all blocks. The meeting of a group of more than FLAT
-ranks finds out whether all have one size. If so, the blocks for a node travel together, along the rails, so that a rank
-has connections with one rank of each node. If not, each pair of ranks exchanges its blocks over TCP.
+ranks, the ranks of a node meet in shared memory, and one rank a node goes out (net/tcp/plans/node_meeting.py). That
+rank also moves the data of a small call (relayed.py); the internal groups move those of a large one. In a smaller
+group, the ranks meet as in any group over TCP, and the TcpBackend also moves the data of a small call. Kinds that are
+not in _ALGORITHMS use TCP between all ranks.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -47,9 +45,8 @@ from ..errors import (
 from ..failpoints import reach
 from ..net.tcp import engine_layout as words
 from ..net.tcp.backend import TcpBackend
-from ..net.tcp.plans.choose import nothing, plan_for
-from ..net.tcp.plans.plan import Plan
-from ..net.tcp.plans.shape import MEET_RANKS, CallShape
+from ..net.tcp.plans.choose import nothing
+from ..net.tcp.plans.relayed import RELAYED
 from ..p2p.engine import Engine
 from ..p2p.short_cuts import short_cuts
 from ..rendezvous.assemble import GroupMeeting
@@ -58,21 +55,19 @@ from ..shm.fast import MESSAGES
 from ..store import PrefixStore, Store
 from ..system.processes import Member, Topology
 
-FLAT = MEET_RANKS
-"""Largest number of ranks that exchange headers over TCP in one step, and with them small data."""
+FLAT = 4
+"""Largest number of ranks that exchange headers over TCP in one step, and with them small data. With two nodes of two
+ranks, that is one step over the network instead of two for data that headers cannot carry. With two nodes of four
+ranks (two cores of an AMD EPYC for all), an all_reduce of 8 bytes takes 90 us if the ranks meet by nodes, and 272 us
+if they do not; one of 64 KiB takes 200 us and 1034 us."""
 DIRECT = 512 << 10
 """Bytes up to which groups of at most FLAT ranks use TCP between all ranks. On two hosts with two ranks each (one
 core per host, AMD EPYC), an all_reduce of 256 KiB takes 480 us by the internal groups and 370 us by TCP between all
 ranks; one of 1 MiB takes 1.15 ms and 1.36 ms."""
-SMALL = 64 << 10
-"""In groups of more than FLAT ranks: bytes up to which only one rank of each node exchanges data with other
-nodes. If so little data is divided among the rails, this saves less time than the additional round takes."""
 SEGMENT = 8 << 20
 """Bytes of a segment of a rail's block. While a rail sends one segment, the node reduces the next in shared memory. On
 the same two hosts, an all_reduce of 64 MiB takes 93 ms with segments of 1 MiB, and 65 ms with 16 MiB. If each rank has
 a core of its own, smaller segments overlap more."""
-BUNDLED = 1 << 20
-"""Bytes of a block up to which the blocks for a node travel together."""
 # How long a rank whose call has failed waits for the monitor to find the dead rank.
 _REASON_SECONDS = 1.0
 
@@ -116,7 +111,8 @@ class HybridBackend(Backend):
         try:
             nodes = topology.nodes if len(members) > FLAT else ()
             everyone = TcpBackend.make(store, name, members, rank, timeout, crowd, nodes)
-            near = add(ShmBackend.make, f"node{topology.node}", topology.local)
+            inside = partial(ShmBackend.make, relay=2 * RELAYED if nodes else 0)
+            near = add(inside, f"node{topology.node}", topology.local)
             assert isinstance(near, ShmBackend)
             if topology.rail is not None:
                 add(between_nodes(), f"rail{topology.local_rank}", topology.rail)
@@ -158,7 +154,7 @@ class HybridBackend(Backend):
         self._direct = DIRECT
         if self.gate.size > FLAT:
             self._direct = 0
-            everyone.context.share_lines(near.header_lines())
+            everyone.share(near.lines(), near.relays(), near.allocate_relay)
         self._near = near
         self.narrows = between_nodes() == TcpBackend.make
         everyone.route({peer: (near.pipe, index) for index, peer in enumerate(topology.local)})
@@ -201,16 +197,13 @@ class HybridBackend(Backend):
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
         if not self._goes_through_nodes(operation):
             return self._everyone.plan(operation, timeout)
-        by_pair = KINDS[operation.kind].is_by_pair
-        meeting = self._everyone.plan(operation, choose=_unless_even if by_pair else nothing)
+        meeting = self._everyone.plan(operation, choose=nothing)
         calls = self._everyone.context
 
         def call() -> None:
             before, started = calls[words.CALLS], time.monotonic()
             try:
                 meeting()
-                if by_pair and not calls[words.LEFT]:
-                    return  # blocks differ in size, and have been exchanged
                 # The internal groups wait until the deadline of this call.
                 timing = calls[words.CALLS], started, self.gate.timeout
                 for group, ranks in self._parts:
@@ -247,8 +240,6 @@ class HybridBackend(Backend):
         kind, outputs, inputs, op, _, _, _ = operation
         if kind not in _ALGORITHMS or self._everyone.carries(operation):
             return False
-        if KINDS[kind].is_by_pair:  # the ranks know different sizes, so these must not matter
-            return self._everyone.context.combines and self._topology.even
         sizes = [x.nbytes for x in (inputs if KINDS[kind].gives_blocks else outputs)]
         if max(sizes) <= self._direct:
             return False
@@ -261,31 +252,42 @@ class HybridBackend(Backend):
         return self._topology.even and (kind == "reduce_scatter" or len(set(sizes)) == 1)
 
     def _all_reduce(self, operation: Operation) -> None:
+        """Reduce x segment by segment, in the node and along the rails, and exchange the blocks inside the node."""
         x, op, narrow = operation.outputs[0], operation.op, operation.narrow
         assert op is not None
         add_lost(narrow, x)
-        if x.nbytes > SMALL:
-            self._reduce_by_rails(x, op, narrow)
-            return
-        self.local.fast.reduce(x, 0, sum_for(op))
-        if self._topology.local_rank == 0:
-            self._reduce_between_nodes(x, op, narrow)
-            self._divide(x, op)
-        self.local.fast.broadcast(x, 0)
+        segments, lost = self._segments_of(x), None if narrow is None else narrow.lost
+        losses = [None] * len(segments) if lost is None else self._segments_of(lost)
+        here = self._topology.local_rank
+
+        def begin(segment: Array, lost: Array | None) -> tuple[list[Array], Work | None]:
+            blocks, part = self._blocks_of(segment), narrow
+            self.local.fast.reduce_scatter(blocks[here], blocks, sum_for(op))
+            if part is not None and lost is not None:  # what rounding takes from this rank's block
+                part = part._replace(lost=self._blocks_of(lost)[here])
+            # With a single segment there is no overlap, so the hand-over to another thread would only cost time.
+            return blocks, self._reduce_between_nodes(blocks[here], op, part, len(segments) > 1)
+
+        def end(blocks: list[Array], work: Work | None) -> None:
+            if work is not None:
+                work.join()
+            self._divide(blocks[here], op)
+            self.local.fast.all_gather(blocks, blocks[here])
+
+        _overlap(zip(segments, losses, strict=True), begin, end)
 
     def _reduce(self, operation: Operation) -> None:
         """Reduce inside the nodes, then along the rails to the root's node, where the root gathers the blocks."""
         (out,), (x,), op = operation.outputs, operation.inputs, operation.op
         assert op is not None
         (node, index), is_root = self._topology.home_of(operation.root), self.gate.rank == operation.root
-        place = None if x.nbytes > SMALL else index if index < self._topology.rails else 0
         segments = [*zip(self._segments_of(x), self._segments_of(out), strict=True)]
 
         def begin(segment: Array, result: Array) -> tuple[Array, Array, Work | None]:
-            blocks = self._blocks_of(segment, place)
+            blocks = self._blocks_of(segment)
             own, work = np.empty_like(blocks[self._topology.local_rank]), None
             self.local.fast.reduce_scatter(own, blocks, sum_for(op))
-            if self.rail is not None and place in (None, self._topology.local_rank):
+            if self.rail is not None:
                 work = self.rail.fast.reduce(own, node, sum_for(op), async_op=len(segments) > 1)
             return result, own, work
 
@@ -293,7 +295,7 @@ class HybridBackend(Backend):
             if work is not None:
                 work.join()
             if self._topology.node == node:
-                self.local.fast.gather(own, self._blocks_of(result, place) if is_root else None, index)
+                self.local.fast.gather(own, self._blocks_of(result) if is_root else None, index)
 
         _overlap(segments, begin, end)
         if is_root:
@@ -331,59 +333,9 @@ class HybridBackend(Backend):
         self.rail.fast.all_gather_single(mine, x)
         everything = np.empty((here, nodes, x.size), x.dtype)
         self.local.fast.all_gather_single(everything, mine)
-        self._by_rank(outs, everything.swapaxes(0, 1))
-
-    def _gather(self, operation: Operation) -> None:
-        """Gather inside each node on the rank of the root's rail. Then gather along this rail."""
-        (x,), (node, index) = operation.inputs, self._topology.home_of(operation.root)
-        if self._topology.local_rank != index:
-            self.local.fast.gather_single(x, None, index)
-            return
-        assert self.rail is not None
-        mine = np.empty((self.local.size, x.size), x.dtype)
-        self.local.fast.gather_single(x.reshape(-1), mine, index)
-        everything = np.empty((self.rail.size, *mine.shape), x.dtype) if operation.outputs else None
-        self.rail.fast.gather_single(mine, everything, node)
-        if everything is not None:
-            self._by_rank(operation.outputs, everything)
-
-    def _scatter(self, operation: Operation) -> None:
-        """Scatter along the root's rail, so that one rank has the blocks of its node. Then scatter inside the nodes."""
-        (out,), (node, index) = operation.outputs, self._topology.home_of(operation.root)
-        mine = None
-        if self._topology.local_rank == index:
-            assert self.rail is not None
-            mine = np.empty((self.local.size, out.size), out.dtype)
-            everything = self._by_node(operation.inputs) if operation.inputs else None
-            self.rail.fast.scatter_single(mine, everything, node)
-        self.local.fast.scatter_single(out, mine, index)
-
-    def _all_to_all(self, operation: Operation) -> None:
-        """Exchange the blocks for each node along the rails. Then exchange inside the nodes.
-
-        That is the hierarchical all_to_all of Rajbhandari et al., DeepSpeed-MoE, ICML 2022, with the steps exchanged.
-        """
-        assert self.rail is not None
-        given = self._by_node(operation.inputs)
-        there = np.empty_like(
-            given
-        )  # from each node, the blocks of its rank on this rail for the ranks of this node
-        self.rail.fast.all_to_all_single(there, given)
-        here = np.empty((self.local.size, self.rail.size, *given.shape[2:]), given.dtype)
-        self.local.fast.all_to_all_single(here, np.ascontiguousarray(there.swapaxes(0, 1)))
-        self._by_rank(operation.outputs, here.swapaxes(0, 1))
-
-    def _by_node(self, blocks: Sequence[Array]) -> Array:
-        """Copy a block for each rank to an array with the dimensions node, local rank, and element of the block."""
-        return np.array(
-            [[blocks[rank].reshape(-1) for rank in node] for node in self._topology.nodes], blocks[0].dtype
-        )
-
-    def _by_rank(self, blocks: Sequence[Array], everything: Array) -> None:
-        """Copy an array as that of `_by_node` to a block for each rank."""
         for number, ranks in enumerate(self._topology.nodes):
             for index, rank in enumerate(ranks):
-                blocks[rank].reshape(-1)[...] = everything[number, index]
+                outs[rank].reshape(-1)[...] = everything[index, number]
 
     def _reduce_between_nodes(
         self, x: Array, op: ReduceOp, narrow: Narrow | None, async_op: bool = False
@@ -397,41 +349,14 @@ class HybridBackend(Backend):
             done = self.rail.all_reduce_narrow(x, sum_for(op), async_op, narrow.travel.name, narrow.lost)
         return cast("Work | None", done)
 
-    def _reduce_by_rails(self, x: Array, op: ReduceOp, narrow: Narrow | None) -> None:
-        """Reduce x segment by segment, in the node and along the rails, and exchange the blocks inside the node."""
-        segments, lost = self._segments_of(x), None if narrow is None else narrow.lost
-        losses = [None] * len(segments) if lost is None else self._segments_of(lost)
-        here = self._topology.local_rank
-
-        def begin(segment: Array, lost: Array | None) -> tuple[list[Array], Work | None]:
-            blocks, part = self._blocks_of(segment), narrow
-            self.local.fast.reduce_scatter(blocks[here], blocks, sum_for(op))
-            if part is not None and lost is not None:  # what rounding takes from this rank's block
-                part = part._replace(lost=self._blocks_of(lost)[here])
-            # With a single segment there is no overlap, so the hand-over to another thread would only cost time.
-            return blocks, self._reduce_between_nodes(blocks[here], op, part, len(segments) > 1)
-
-        def end(blocks: list[Array], work: Work | None) -> None:
-            if work is not None:
-                work.join()
-            self._divide(blocks[here], op)
-            self.local.fast.all_gather(blocks, blocks[here])
-
-        _overlap(zip(segments, losses, strict=True), begin, end)
-
     def _segments_of(self, x: Array) -> list[Array]:
         """Divide an array into segments, whose blocks have SEGMENT bytes."""
         rails = self._topology.rails
         return cut(x.reshape(-1), max(rails, rails * SEGMENT // x.itemsize))
 
-    def _blocks_of(self, segment: Array, place: int | None = None) -> list[Array]:
-        """Divide a segment into a block for each rank on this node; ranks without a rail have empty blocks.
-
-        If a `place` is given, the local rank with this number has all of the segment.
-        """
+    def _blocks_of(self, segment: Array) -> list[Array]:
+        """Divide a segment into a block for each rank on this node; ranks without a rail have empty blocks."""
         blocks = shares(segment, self._topology.rails)
-        if place is not None:
-            blocks = [segment[:0]] * place + [segment]
         return blocks + [segment[:0]] * (self.local.size - len(blocks))
 
     def _divide(self, x: Array, op: ReduceOp) -> None:
@@ -466,11 +391,6 @@ class HybridBackend(Backend):
             group.disown(error)
 
 
-def _unless_even(shape: CallShape) -> Plan:
-    """Plan a call over TCP between all ranks. It is left out if all blocks have one size of at most BUNDLED bytes."""
-    return plan_for(shape)._replace(leaves_blocks=BUNDLED)
-
-
 def _overlap(items: Iterable[tuple[Any, ...]], begin: Callable[..., Any], end: Callable[..., None]) -> None:
     """Begin each item before the one before it is ended: one travels between nodes while its node reduces the next.
 
@@ -492,8 +412,5 @@ _ALGORITHMS: dict[str, Callable[[HybridBackend, Operation], None]] = {
     "reduce_scatter": HybridBackend._reduce_scatter,
     "broadcast": HybridBackend._broadcast,
     "all_gather": HybridBackend._all_gather,
-    "gather": HybridBackend._gather,
-    "scatter": HybridBackend._scatter,
-    "all_to_all": HybridBackend._all_to_all,
 }
 """Kinds whose large operations run in the internal groups; all others use TCP between all ranks."""

@@ -26,10 +26,23 @@ def post(line, header, nbytes):
     wake_all(line)
 
 
+@kernel
+def signal(line, number):
+    """Publish a number in a line without a header, and wake the threads that sleep until then."""
+    store_release(line, number)
+    wake_all(line)
+
+
+@inlined
+def has(line, number):
+    """Whether a line's number is at least `number`."""
+    return load_acquire(line) >= number
+
+
 @inlined
 def take(line, number, target, nbytes):
     """Copy the header from a line if its number is at least `number`; return whether it is."""
-    if load_acquire(line) < number:
+    if not has(line, number):
         return False
     copy(target, line, nbytes)
     return True

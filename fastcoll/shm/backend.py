@@ -38,7 +38,7 @@ from .calls import Calls
 from .context import ShmContext, backoff, words_for
 from .fast import Fast
 from .inline_start import InlineStart
-from .layout import HEADER, RESULT, STATE
+from .layout import HEADER, LINE, RELAY, RESULT, STATE
 from .meeting import Met, meet
 from .monitor import ShmMonitor
 from .pipe import RingPipe
@@ -71,6 +71,7 @@ class ShmBackend(Backend):
         rank: int,
         timeout: float,
         crowd: Sequence[Member] = (),
+        relay: int = 0,
     ) -> ShmBackend:
         """Meet the other members, in the order of their group ranks, in a new segment; collective.
 
@@ -78,12 +79,13 @@ class ShmBackend(Backend):
             store: the group's own (prefixed) store.
             timeout: seconds, for this and for every call on the group.
             crowd: the job's ranks that this rank knows, members or not. Some of them may run on the members' cores.
+            relay: bytes of each rank's relay memory, for a larger group (net/tcp/plans/relayed.py).
 
         Raises:
             ResourceError: no shared memory; raised on every rank.
             PeerDiedError, StoreTimeoutError: a member died or did not arrive.
         """
-        met = meet(store, members, rank, timeout, crowd)
+        met = meet(store, members, rank, timeout, crowd, relay)
         made = cls(Gate(name, [member.rank for member in members], rank, timeout), members, met)
         made.go_direct(met.reach)
         return made
@@ -140,15 +142,35 @@ class ShmBackend(Backend):
             sections = map(self._segment.layout.section, range(self.gate.size))
             self.pipe.go_direct(algorithms, pids, [self._segment.address + at + STATE for at in sections])
 
-    def header_lines(self) -> list[int]:
-        """Return the addresses of the lines of a larger group's headers: of each rank, then of the result (layout.py).
+    def lines(self) -> list[int]:
+        """Return the addresses of a larger group's lines (layout.py), valid until the backend is closed.
 
-        They are valid until the backend is closed.
+        They are the lines for headers, of each rank and then of the result, and those for relayed data, in this order.
         """
-        sections = [
-            self._segment.address + self._segment.layout.section(rank) for rank in range(self.gate.size)
+        sections = [section - self._segment.layout.relay_at for section in self.relays()]
+        headers = [section + HEADER for section in sections]
+        return [
+            *headers,
+            sections[0] + RESULT,
+            *(at + RELAY for at in sections),
+            sections[0] + RELAY + LINE // 2,
         ]
-        return [*(section + HEADER for section in sections), sections[0] + RESULT]
+
+    def relays(self) -> list[int]:
+        """Return the address of each rank's relay memory, valid until the backend is closed."""
+        layout = self._segment.layout
+        return [
+            self._segment.address + layout.section(rank) + layout.relay_at for rank in range(self.gate.size)
+        ]
+
+    def allocate_relay(self) -> None:
+        """Allocate this rank's relay memory.
+
+        Raises:
+            ResourceError: /dev/shm is full.
+        """
+        layout = self._segment.layout
+        self._segment.allocate(layout.section(self.gate.rank) + layout.relay_at, layout.relay)
 
     def begin_at_once(self) -> None:
         self.inline_start.begin_at_once()

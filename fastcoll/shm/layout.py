@@ -2,10 +2,11 @@
 
     segment  = header | section of rank 0 | section of rank 1 | ...
     section  = control page | slots | heads of the outgoing rings, one for each other rank | their control words | rings
+               | relay memory
 
-Only the control pages and the heads are allocated with the segment. A rank allocates its slots, and each of its rings
-with the ring's control words, before it first writes there (segment.py, rings.py). So a group of 256 ranks that have
-sent no messages takes 9 MiB: a control page and 255 heads of 128 bytes for each rank.
+Only the control pages and the heads are allocated with the segment. A rank allocates its slots, its relay memory, and
+each of its rings with the ring's control words, before it first writes there (segment.py, rings.py). So a group of 256
+ranks that have sent no messages takes 9 MiB: a control page and 255 heads of 128 bytes for each rank.
 
 Header: words that rank 0 writes before other ranks attach, and that no rank writes afterwards:
     word 0   MAGIC
@@ -32,6 +33,8 @@ bytes, and EVENT, which is rarely written, lies behind PUBLISHED.
     HEADER     this rank's header in a call of a larger group, with ranks on other nodes (release); its first words are
                those of kernels/headers.py, and small data follows; at most 1024 bytes
     RESULT     rank 0: the combination of such headers of all ranks of the larger group (release), of the same size
+    RELAY      word 0: number of the call of the larger group whose data this rank has put into its relay memory
+               (release); word 8, on rank 0: number of the call whose result is there (release)
     ATTACHED   word 0: the nonce, once this rank has mapped the segment; words 1 and up: its CPUs, written before word 0
     QUOTA      word 0: number of cores that the rank's cgroup allows
     REACH      word 0: address of a word in the rank's memory; word 1: how the rank can access all peers' memory
@@ -48,7 +51,7 @@ from typing import ClassVar
 
 from ..errors import ResourceError
 
-MAGIC = 0x6661737463_06
+MAGIC = 0x6661737463_07
 ONE_SHOT_LIMIT = 3
 ALGORITHMS = 4
 PAGE = 4096
@@ -74,6 +77,7 @@ PUSHING = 6
 RECOVERY = 7
 REASON = 7 * LINE
 REASON_BYTES = 1024
+RELAY = 15 * LINE
 HEADER = 16 * LINE
 RESULT = 24 * LINE
 CONTROL = PAGE
@@ -96,6 +100,7 @@ class Layout:
     size: int
     slot: int
     ring: int = 0
+    relay: int = 0  # of a rank's relay memory (net/tcp/plans/relayed.py)
 
     cure: ClassVar[str] = "lower FASTCOLL_SHM_BYTES_PER_RANK"
 
@@ -125,9 +130,14 @@ class Layout:
         return self.ring_controls_at + _whole_pages((self.size - 1) * RING_CONTROL)
 
     @cached_property
+    def relay_at(self) -> int:
+        """Offset of the relay memory in a section."""
+        return self.rings_at + _whole_pages((self.size - 1) * self.ring)
+
+    @cached_property
     def stride(self) -> int:
         """Bytes from one rank's section to the next."""
-        return self.rings_at + _whole_pages((self.size - 1) * self.ring)
+        return self.relay_at + _whole_pages(self.relay)
 
     @property
     def nbytes(self) -> int:
@@ -185,8 +195,8 @@ class SymmetricLayout(Layout):
         return self.section(src) + LINE * dst + 8 * channel
 
 
-def plan(size: int, bytes_per_rank: int) -> Layout:
-    """Plan a layout for `size` ranks that contribute about `bytes_per_rank` of memory each.
+def plan(size: int, bytes_per_rank: int, relay: int = 0) -> Layout:
+    """Plan a layout for `size` ranks that contribute about `bytes_per_rank` of memory each, and `relay` bytes more.
 
     Half is for the slots, three eighths for the rings, the rest for control words. A slot has at most 256 KiB. All
     slots of a rank together are then twice as large as a large L2 cache, so data has moved to the last-level cache when
@@ -204,7 +214,7 @@ def plan(size: int, bytes_per_rank: int) -> Layout:
             f"{bytes_per_rank} bytes of shared memory a rank are too few for {size} ranks, which need {need} each; "
             "raise FASTCOLL_SHM_BYTES_PER_RANK"
         )
-    return Layout(size, slot, ring)
+    return Layout(size, slot, ring, relay)
 
 
 def _whole_pages(nbytes: int) -> int:

@@ -39,18 +39,21 @@ class Met(NamedTuple):
     reach: int  # how all members can access one another's memory (reach.py)
 
 
-def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, crowd: Iterable[Member]) -> Met:
+def meet(
+    store: Store, members: Sequence[Member], rank: int, timeout: float, crowd: Iterable[Member], relay: int
+) -> Met:
     """Create the group's segment on rank 0, map it on all members, and agree on common values; collective.
 
     Args:
         crowd: the job's ranks, whether they are members of the group or not.
+        relay: bytes of each rank's relay memory.
     """
     name = ""
     with GroupMeeting(store, members, rank, timeout, _DOING) as meeting:
         try:
             if rank == 0:
                 sweep()
-                layout = choose_layout(len(members))
+                layout = choose_layout(len(members), relay)
                 name = new_name()
                 published = tuning_table.to_publish(len(members), layout.slot)
                 neighbours = neighbours_of(members, crowd)
@@ -99,7 +102,7 @@ def meet(store: Store, members: Sequence[Member], rank: int, timeout: float, cro
     return Met(segment, share, conditions, tuning_table.matching(published, conditions), reach.of_all())
 
 
-def choose_layout(size: int) -> Layout:
+def choose_layout(size: int, relay: int = 0) -> Layout:
     """Plan a layout that fits into half of the free memory in /dev/shm, since other programs need some too."""
     wanted: int = config.get("FASTCOLL_SHM_BYTES_PER_RANK")
     try:
@@ -107,9 +110,9 @@ def choose_layout(size: int) -> Layout:
     except FileNotFoundError as error:
         raise ResourceError(f"there is no {DIRECTORY}; {MOUNT}, or choose backend='tcp'") from error
     if wanted <= free:
-        return plan(size, wanted)
+        return plan(size, wanted, relay)
     try:
-        return plan(size, free)
+        return plan(size, free, relay)
     except ResourceError as error:
         raise ResourceError(shortage(size * wanted, "free what fills it")) from error
 

@@ -37,7 +37,7 @@ BY_NODES = {
         ("tcp.barrier.enter", 0), ("tcp.barrier.enter", 3), ("tcp.none.mid_chunk", 1), ("tcp.barrier.after_meeting", 1),
         ("tcp.barrier.after_done", 0),
     ],
-    "all_reduce": [("hybrid.all_reduce.after_meeting", 0), ("shm.reduce.after_publish", 3)],
+    "all_reduce": [("hybrid.all_reduce.after_meeting", 0), ("shm.reduce_scatter.after_publish", 3)],
     "reduce": [("tcp.reduce.enter", 2), ("hybrid.reduce.before_done", 1), ("shm.gather.enter", 1)],
     "broadcast": [("tcp.broadcast.before_done", 0), ("hybrid.broadcast.before_done", 3)],
     "all_gather": [("tcp.all_gather.after_meeting", 2), ("hybrid.all_gather.before_done", 1)],
@@ -48,6 +48,13 @@ CARRIED = [
     ("all_reduce", "tcp.all_reduce.after_meeting", 0), ("reduce", "tcp.none.mid_chunk", 3),
     ("broadcast", "tcp.broadcast.before_done", 2), ("all_gather", "tcp.all_gather.enter", 1),
     ("reduce_scatter", "tcp.reduce_scatter.after_done", 3),
+]  # fmt: skip
+
+# The same if the first rank of each node relays the data of the others.
+RELAYED = [
+    ("all_reduce", "after_meeting", 0), ("all_reduce", "mid_chunk", 3), ("all_reduce", "mid_chunk", 2),
+    ("reduce", "after_meeting", 3), ("broadcast", "after_meeting", 0), ("all_gather", "mid_chunk", 1),
+    ("reduce_scatter", "before_done", 2),
 ]  # fmt: skip
 
 # In a meeting of three nodes, two of two ranks, the first rank of a node reaches tcp.none.mid_chunk six times.
@@ -130,13 +137,17 @@ def test_killed_rank_of_two_nodes(op: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("op", [op for op in BY_NODES if op != "barrier"])
 def test_killed_rank_of_two_nodes_whose_ranks_meet_by_nodes(op: str) -> None:
-    worlds = by_nodes(op, MIDDLE)
-    see(worlds if op == "all_reduce" else [*worlds, *by_nodes(op, LONG)])
+    see(by_nodes(op, LONG))
 
 
 @pytest.mark.long
 def test_killed_rank_in_calls_whose_headers_carry_the_data() -> None:
     see([die(op, f"{place}@4", SHORT, victim, "by nodes", n=4) for op, place, victim in CARRIED])
+
+
+@pytest.mark.long
+def test_killed_rank_in_relayed_calls() -> None:
+    see([die(op, f"tcp.{op}.{place}@4", MIDDLE, victim, "by nodes", n=4) for op, place, victim in RELAYED])
 
 
 def test_killed_rank_in_a_barrier_by_nodes() -> None:
@@ -163,11 +174,11 @@ def test_killed_rank_on_the_rails_of_a_long_reduce() -> None:
     ("op", "count", "place", "victim"),
     [
         ("all_reduce", SHORT, fourth(RECEIVED_ALL), 6),
-        ("reduce", MIDDLE, "hybrid.reduce.after_meeting@4", 11),
+        ("reduce", MIDDLE, "tcp.reduce.mid_chunk@4", 11),
     ],
 )
 def test_killed_rank_of_three_large_nodes(op: str, count: int, place: str, victim: int) -> None:
-    """With 18 ranks, which meet by nodes by default."""
+    """With 18 ranks."""
     with crew.nothing_left():
         outcomes = crew.run(*die(op, place, count, victim, "large nodes", n=18), deadline=250.0)
     crew.check(outcomes, victim, op)

@@ -17,9 +17,10 @@ import fastcoll as dist
 from fastcoll import AbortedError, MismatchError, ReduceOp
 from fastcoll.core.group import ProcessGroup
 from fastcoll.hybrid import backend as hybrid
-from fastcoll.hybrid.backend import DIRECT, SMALL, HybridBackend
+from fastcoll.hybrid.backend import DIRECT, HybridBackend
 from fastcoll.net.tcp import mail_frames, mesh
 from fastcoll.net.tcp.backend import TcpBackend
+from fastcoll.net.tcp.plans.relayed import RELAYED
 from fastcoll.rendezvous.assemble import GroupMeeting
 from fastcoll.shm import rings as ring_words
 from fastcoll.shm.backend import ShmBackend
@@ -133,15 +134,11 @@ def test_large_blocks_of_different_sizes(rank: int, world_size: int, start: Star
 
 
 @ranks(UNEVEN)
-def test_one_rank_of_each_node_exchanges_small_arrays(
-    rank: int, world_size: int, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in groups of many ranks."""
-    monkeypatch.setattr(hybrid, "FLAT", 0)
+def test_small_arrays_go_through_one_rank_of_each_node(rank: int, world_size: int, start: Start) -> None:
     start(UNEVEN)
-    check(rank, world_size, SMALL - 8)
-    check_narrow(rank, world_size, SMALL - 8)
-    check(rank, world_size, SMALL + 8)
+    check(rank, world_size, RELAYED)
+    check_narrow(rank, world_size, RELAYED)
+    check(rank, world_size, RELAYED + 8)
 
 
 @ranks(EVEN)

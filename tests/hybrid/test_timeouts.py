@@ -22,6 +22,7 @@ from fastcoll.core import monitor as monitors
 from fastcoll.core.group import ProcessGroup
 from fastcoll.core.inquiry import REASON_SECONDS, Question
 from fastcoll.hybrid import backend as hybrid
+from fastcoll.net.tcp.plans.relayed import RELAYED
 from fastcoll.system import processes
 
 EVEN, UNEVEN = [0, 0, 1, 1], [0, 0, 0, 1, 1]
@@ -117,20 +118,19 @@ CALLS: dict[str, Callable[[ProcessGroup, int], object]] = {
     "reduce": lambda group, count: group.fast.reduce(np.ones(count), 1),
     "broadcast": lambda group, count: group.fast.broadcast(np.ones(count), 0),
 }
-SMALL, LARGE = 200, hybrid.SMALL  # elements; headers carry fewer, and then a call has no parts
+LARGE = RELAYED  # elements; fewer bytes are relayed, and then a call has no parts
 
 
 @pytest.mark.ranks(4, init=False)
 @pytest.mark.parametrize(
-    ("name", "count", "victim", "first"),
+    ("name", "victim", "first"),
     [
-        ("all_reduce", SMALL, 0, 3),  # the first of its node; rank 3 waits for rank 2
-        ("all_reduce", SMALL, 1, 2),  # in the node of rank 0, for which rank 2 waits
-        ("all_reduce", SMALL, 2, 1),
-        ("all_reduce", SMALL, 3, 0),
-        ("all_reduce", LARGE, 3, 0),  # by rails
-        ("reduce", LARGE, 2, 1),
-        ("broadcast", LARGE, 0, 2),
+        ("all_reduce", 0, 3),  # rank 3 waits for rank 1, which is in the victim's node
+        ("all_reduce", 1, 2),
+        ("all_reduce", 2, 1),
+        ("all_reduce", 3, 0),
+        ("reduce", 2, 1),
+        ("broadcast", 0, 2),
     ],
 )
 def test_a_rank_that_stops_in_a_part_of_a_call_is_named_by_all(
@@ -138,24 +138,23 @@ def test_a_rank_that_stops_in_a_part_of_a_call_is_named_by_all(
     world_size: int,
     start: Callable[[list[int]], Job],
     name: str,
-    count: int,
     victim: int,
     first: int,
 ) -> None:
     """Rank `first` times out. It waits for a rank that waits for the victim, itself or through a third one."""
     job, call = start(EVEN), CALLS[name]
     for _ in range(2):  # makes the connections
-        call(job.group, count)
+        call(job.group, LARGE)
     if rank == victim:
         job.at_part(job.hold)
         with suppress(AbortedError):  # its part may not need the others
-            call(job.group, count)
+            call(job.group, LARGE)
         assert until(lambda: job.group.monitor.decide([], "testing")).ranks == (victim,)
         return
     clock = job.use_clock(victim)
     if rank == first:
         job.at_part(lambda: setattr(clock, "has_timed_out", True))
-    job.check(lambda: call(job.group, count), name, victim)
+    job.check(lambda: call(job.group, LARGE), name, victim)
 
 
 @pytest.mark.ranks(5, init=False)

@@ -11,7 +11,7 @@ import numpy as np
 from fastcoll.core.operations import KINDS, NATIVE, WITH_ARRAYS
 from fastcoll.net.tcp.plans import plan as t
 from fastcoll.net.tcp.plans.plan import Plan
-from fastcoll.net.tcp.plans.shape import CallShape, Limits
+from fastcoll.net.tcp.plans.shape import CallShape, Limits, relay
 from net.simulate import check_tables, joined, reads, require, rubbish, simulate
 
 Builder = Callable[[CallShape], Plan]
@@ -44,7 +44,7 @@ class Case:
     root: int = 0
     in_place: bool = False
     limits: Limits = LIMITS
-    flags: dict[str, bool] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
 
     def given(self, giver: int, taker: int) -> int:
         """Return the items of one rank for another."""
@@ -176,7 +176,17 @@ def check(
     check_tables(plans, buffers, call.same, case.limits.payload)
     check_attached(case, plans)
     stride = case.limits.stride
-    simulate(plans, call.arrays, itemsize=case.itemsize, frame_stride=stride, capacity=capacity, seed=seed)
+    nodes = case.flags.get("nodes", ())
+    simulate(
+        plans,
+        call.arrays,
+        itemsize=case.itemsize,
+        frame_stride=stride,
+        capacity=capacity,
+        seed=seed,
+        nodes=nodes,
+        relay_bytes=2 * case.limits.relayed,
+    )
     for rank in range(case.size):
         for number, (got, wanted) in enumerate(zip(call.arrays[rank], call.expected[rank], strict=True)):
             compare(got, wanted, promise, f"{case}: rank {rank}, array {number}")
@@ -189,6 +199,10 @@ def check(
 def lengths(case: Case, plan: Plan, arrays: Sequence[np.ndarray]) -> dict[int, int]:
     """Return the bytes of a rank's buffers."""
     found = {t.SCRATCH: plan.scratch, t.FRAMES: case.size * case.limits.stride}
+    if nodes := case.flags.get(
+        "nodes"
+    ):  # all buffers of relay memory, though some nodes may have fewer ranks
+        found |= {relay(case.size, place): 2 * case.limits.relayed for place in range(max(map(len, nodes)))}
     return found | {t.FIRST_ARRAY + k: len(array) * case.itemsize for k, array in enumerate(arrays)}
 
 

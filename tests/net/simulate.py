@@ -15,6 +15,7 @@ import numpy as np
 
 from fastcoll.net.tcp.plans import plan as t
 from fastcoll.net.tcp.plans.plan import Plan
+from fastcoll.net.tcp.plans.shape import relay
 
 Row = Sequence[int]
 Arrays = Sequence[np.ndarray]  # the arrays of one rank: object arrays of strings, as the plan numbers them
@@ -75,7 +76,7 @@ def check_form(plan: Plan, rank: int, size: int, payload: int) -> None:
         left = row[t.PEER] if row[t.KIND] == t.FOLD else max(left - 1, 0)
         require((row[t.KIND] == t.PAYLOAD) == (row[t.PHASE] == t.ATTACHED), "phase of a payload", row)
         require(row[t.PHASE] >= t.ATTACHED and row[t.NBYTES] > 0, "phase or size", row)
-        if row[t.KIND] not in t.LOCAL:
+        if row[t.KIND] not in t.LOCAL and row[t.KIND] != t.WAIT:
             require(0 <= row[t.PEER] < size and row[t.PEER] != rank, f"rank {rank}: peer", row)
         if row[t.KIND] == t.PAYLOAD:
             require(row[t.NBYTES] <= payload, f"rank {rank} attaches too much", row)
@@ -184,7 +185,10 @@ class Rank:
                 elif row[t.KIND] == t.POST:
                     require(row[t.PEER] not in self.lines, "a line is posted twice", row)
                     (self.lines[row[t.PEER]],) = self.part(row)
-                elif row[t.KIND] == t.AWAIT:
+                elif row[t.KIND] == t.SIGNAL:
+                    require(row[t.PEER] not in self.lines, "a line is signalled twice", row)
+                    self.lines[row[t.PEER]] = "!"
+                elif row[t.KIND] in (t.AWAIT, t.WAIT):
                     self.queues[False, line_key(row[t.PEER])] = deque([row])
                 elif row[t.KIND] != t.SOURCE:
                     self.queues.setdefault((row[t.KIND] == t.SEND, row[t.PEER]), deque()).append(row)
@@ -203,6 +207,10 @@ class Rank:
     def move(self, key: tuple[bool, int], channel: deque[str], transfer: int, room: int) -> int:
         """Move at most `piece` items of the first row of a connection; return how many."""
         row = self.queues[key][0]
+        if row[t.KIND] == t.WAIT:
+            if channel:
+                self._complete(key)
+            return len(channel)
         part, done = self.part(row), self.moved.get(key, 0)
         count = min(transfer, len(part) - done, room if key[0] else len(channel))
         for at in range(done, done + count):
@@ -249,6 +257,7 @@ def simulate(
     capacity: int = 1 << 60,
     seed: int = 0,
     nodes: Sequence[Sequence[int]] = (),
+    relay_bytes: int = 0,
 ) -> list[Rank]:
     """Run all ranks' plans to their ends; the results are in the arrays and the other buffers of the ranks.
 
@@ -256,14 +265,16 @@ def simulate(
         frames: the contents of each rank's FRAMES at the start; None: garbage.
         capacity: items that the connection from one rank to another buffers.
         seed: of the schedule.
-        nodes: the ranks that share lines.
+        nodes: the ranks that share lines and relay memory, of which each has `relay_bytes`.
     """
     size, chance = len(plans), random.Random(seed)
     frames = frames or [rubbish(size * frame_stride // itemsize) for _ in plans]
     ranks = [Rank(plan, arrays[k], itemsize, frames[k]) for k, plan in enumerate(plans)]
     for node in nodes:
+        memory = {relay(size, place): rubbish(relay_bytes // itemsize) for place in range(len(node))}
         for number in node:
             ranks[number].lines = ranks[node[0]].lines
+            ranks[number].buffers.update(memory)
     _meet(ranks, frame_stride)
     channels: dict[tuple[int, int], deque[str]] = defaultdict(deque)
     working = {number for number in range(size) if ranks[number].advance()}

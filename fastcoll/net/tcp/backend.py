@@ -48,6 +48,7 @@ from .plans.choose import nothing, plan_for
 from .plans.narrowed import plans_of
 from .plans.node_meeting import CARRIED, GATHERED, is_carried
 from .plans.plan import Plan
+from .plans.relayed import RELAYED, is_relayed, relayed
 from .plans.shape import CallShape, default_limits
 from .recovery_endpoint import TcpRecoveryEndpoint
 
@@ -86,7 +87,7 @@ class TcpBackend(Backend):
         The other arguments are those of ShmBackend.make.
 
         Args:
-            nodes: the group ranks of each node, if they meet by nodes; `context.share_lines` must follow.
+            nodes: the group ranks of each node, if they meet by nodes; `share` must follow.
 
         Raises:
             RendezvousError: two members cannot reach each other; the error names both, and the address.
@@ -113,10 +114,11 @@ class TcpBackend(Backend):
         self._recovery_endpoint = TcpRecoveryEndpoint(mesh)
         here = [member for member in members if member.boot_id == members[gate.rank].boot_id]
         backoff = _DEDICATED if have_own_cores(here, crowd) else _OVERSUBSCRIBED
+        self._nodes = tuple(map(tuple, nodes))
         self._limits = default_limits(gate.size)
         if nodes:
             carried = CARRIED if len(nodes) <= GATHERED else 0
-            self._limits = self._limits._replace(payload=0, carried=carried)
+            self._limits = self._limits._replace(payload=0, carried=carried, relayed=RELAYED)
         self._record = GroupRecorder(gate.name, members, gate.rank, self.name, words.CONTEXT_WORDS)
         self._record.follow(words.CALLS, words.FINISHED, since=words.BEGAN)
         self.monitor.record = self._record
@@ -142,6 +144,17 @@ class TcpBackend(Backend):
         """
         routes = [near.get(rank, (self.pipe, rank)) for rank in range(self.gate.size)]
         self.messages = Engine(routes, self.gate.rank, self.monitor, self.gate.timeout)
+
+    def share(self, lines: Sequence[int], relays: Sequence[int], allocate: Callable[[], None]) -> None:
+        """Set the memory that the ranks of the node share. Must be called before the first call, if they meet by nodes.
+
+        Args:
+            lines: the addresses of the lines for headers: of each rank, and of the result; and those for relayed data.
+            relays: the address of each rank's relay memory (plans/relayed.py).
+            allocate: allocates this rank's relay memory; raises ResourceError if there is no room.
+        """
+        self.context.share(lines, relays)
+        self._allocate_relay = allocate
 
     def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
         return fast_calls(group, self.pipe, self.messages, self.run_prepared, self.context.combines)
@@ -187,10 +200,12 @@ class TcpBackend(Backend):
         call, folds = self._shape_of(key), (0, 0)
         if key.op is not None and key.dtype is not None:
             folds = reducer(folded(key.op, self.context.combines), key.dtype)[:2]
-        plan = key.variant(call)
+        plan, even = key.variant(call), None
+        if key.variant is plan_for and KINDS[key.kind].is_by_pair and is_relayed(call):
+            even = PreparedPlan(key.word, call, relayed(call, plan_for))
         if plan.carried and key.op is None:
             folds = reducer(ReduceOp.BOR, np.dtype(np.uint8))[:2]
-        return PreparedPlan(key.word, call, plan, folds)
+        return PreparedPlan(key.word, call, plan, folds, even)
 
     def _shape_of(self, key: CallKey) -> CallShape:
         operation, dtype, op, root, nbytes, _, _ = key
@@ -205,7 +220,15 @@ class TcpBackend(Backend):
             averages = operation in ("scan", "exscan") and folded(op, self.context.combines).code == AVG
             ordered = op.function is not None or dtype.name in HALVES or averages
         return CallShape(
-            operation, self.gate.size, self.gate.rank, nbytes, self._limits, itemsize, root, ordered
+            operation,
+            self.gate.size,
+            self.gate.rank,
+            nbytes,
+            self._limits,
+            itemsize,
+            root,
+            ordered,
+            self._nodes,
         )
 
     def _make_ready(self, prepared: PreparedPlan, timeout: float | None, started: float) -> None:
@@ -215,11 +238,15 @@ class TcpBackend(Backend):
         connects to them after the meeting has shown that all ranks make this call.
         """
         self.context.make_room(prepared)
+        plans = [prepared] if prepared.even is None else [prepared, prepared.even]
+        if any(plan.relays for plan in plans):
+            self._allocate_relay()
         what = self.gate.name_of(
             signature.describe(prepared.call, prepared.shape), self.context[words.CALLS] + 1
         )
         self._connect(self.context.met, what, timeout, started)
-        prepared.lacks_peers = not {*prepared.peers} <= {*self.context.met}
+        for plan in plans:
+            plan.lacks_peers = not {*plan.peers} <= {*self.context.met}
         prepared.ready = True
 
     def _connect(self, peers: Iterable[int], doing: str, timeout: float | None, started: float) -> None:
@@ -253,8 +280,9 @@ class TcpBackend(Backend):
         again = partial(engine.collective.call, context, call, arrays)
         code = wait.resume(code, again)
         if code == UNCONNECTED:
-            self._connect(prepared.peers, self.doing(), timeout, started)
-            prepared.lacks_peers = False
+            running = self.context.running(prepared)
+            self._connect(running.peers, self.doing(), timeout, started)
+            running.lacks_peers = False
             code = wait.resume(again(), again)
         if code == MISMATCH:
             if not self.context.in_progress:
@@ -368,13 +396,14 @@ class TcpBackend(Backend):
         return divided
 
     def carries(self, operation: Operation) -> bool:
-        """Return whether the headers of a call carry its data, so that the call needs no more than the meeting."""
+        """Return whether the headers of a call carry its data, or the first rank of each node relays them."""
         kind, outputs, inputs, op, root, parts, narrow = operation
-        if narrow is not None or not self._limits.carried:
+        if narrow is not None or not self._nodes:
             return False
         nbytes = tuple(x.nbytes for x in sized(kind, outputs, inputs))
         key = CallKey(kind, (outputs or inputs)[0].dtype, op, root, nbytes, tuple(parts), plan_for)
-        return is_carried(self._shape_of(key))
+        shape = self._shape_of(key)
+        return is_carried(shape) or is_relayed(shape)
 
     def run_prepared(self, key: Any, arrays: tuple[Array, ...]) -> bool:
         """Carry out a call that was prepared before, unless other calls are queued.

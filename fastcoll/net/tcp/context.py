@@ -18,7 +18,7 @@ from .meet import AHEAD, PIGGYBACK_BYTES
 from .plans import plan as t
 from .plans.circulant import combine_headers, gather_headers, known_before
 from .plans.node_meeting import combine_by_nodes, nodes_before
-from .plans.shape import HEADER_BYTES, MEET_RANKS, CallShape, Limits
+from .plans.shape import HEADER_BYTES, MEET_RANKS, CallShape, Limits, relay
 
 BUDGET = 50_000_000  # ns after which the engine returns so that Python looks at signals, deadlines and peers
 
@@ -34,16 +34,25 @@ class PreparedPlan:
         sizes: the bytes that this rank sends to each rank, and the bytes that it expects from each rank.
         peers: the ranks with which the plan exchanges data.
         ready: whether this rank has connections with all peers of the meeting, and memory for the plan.
+        even: what is carried out instead if all blocks of all ranks have one size; or None.
+        relays: whether the plan writes to this rank's relay memory.
     """
 
     def __init__(
-        self, call: int, call_shape: CallShape, plan: t.Plan, reducer: Sequence[int] = (0, 0)
+        self,
+        call: int,
+        call_shape: CallShape,
+        plan: t.Plan,
+        reducer: Sequence[int] = (0, 0),
+        even: PreparedPlan | None = None,
     ) -> None:
         table, kinds = plan.table, plan.table[:, t.KIND]
         moves = table[np.isin(kinds, (t.SEND, t.RECV, t.REDUCE))]
         self.shape, gives, takes = call_shape.sizes()
         self.sizes = gives, takes
-        self.call, self.plan, self.ready = call, plan, False
+        self.address: int
+        self.call, self.plan, self.ready, self.even = call, plan, False, even
+        self.relays = bool((kinds == t.SIGNAL).any())
         self.peers = sorted(set(moves[:, t.PEER].tolist()))
         self.rows_of_a_phase = _longest_run(table[:, t.PHASE])
         self.reduces_of_a_phase = _longest_run(table[kinds == t.REDUCE][:, t.PHASE])
@@ -66,7 +75,7 @@ class PreparedPlan:
         self._words[w.ATTACHED] = address_of(attached)
         self._words[w.BALANCE] = signature.balance(call_shape.rank, gives, takes)
         kind = KINDS[call_shape.operation]
-        travels_attached = len(table) > 0 == len(moves) and plan.carried == 0
+        travels_attached = len(table) > 0 == len(moves) and call_shape.limits.payload > 0
         returns_early = bool(kind.root) and not kind.has_blocks and travels_attached
         self._words[w.CAN_RETURN_EARLY] = returns_early and (call_shape.size == 2 or not attached.any())
         self._words[w.CARRIED] = plan.carried
@@ -76,7 +85,7 @@ class PreparedPlan:
         self._words[w.SPLIT_ARRAY] = (0 if kind.takes_blocks else 1) if has_split_array else -1
         self._words[w.BLOCK_BYTES] = call_shape.nbytes[0] if call_shape.nbytes else 0
         self._words[w.BLOCK] = call_shape.nbytes[0] if len(set(call_shape.nbytes)) == 1 else -1
-        self._words[w.LEAVES_BLOCKS] = plan.leaves_blocks
+        self._words[w.EVEN] = 0 if even is None else even.address
         self.address = address_of(self._words)
 
     @property
@@ -103,7 +112,7 @@ class NetContext:
     Args:
         backoff: the number of sweeps in which nothing moves before the thread sleeps.
         words: memory for the context, CONTEXT_WORDS zeros.
-        nodes: the ranks of each node, if they meet by nodes (plans/node_meeting.py). `share_lines` must follow.
+        nodes: the ranks of each node, if they meet by nodes (plans/node_meeting.py). `share` must follow.
 
     Attributes:
         combines: whether headers are combined on their way, so that nothing is attached to them.
@@ -132,7 +141,8 @@ class NetContext:
         self.words[w.BACKOFF + waiting.BUDGET] = BUDGET
         self.fds = self._keep(w.FDS, np.full((size, streams), -1, np.int64))
         self._inbox = self._keep(w.INBOX, np.zeros(size * frame // 8, np.int64))
-        self._buffers = self._keep(w.BUFFERS, np.zeros(2 * size + 8, np.int64))
+        here = len(self._nodes[self._node])
+        self._buffers = self._keep(w.BUFFERS, np.zeros(relay(size, here), np.int64))
         self._keep(w.OUTBOX, np.zeros(size * (frame + PIGGYBACK_BYTES) // 8, np.int64))
         for word, count in (
             (w.SENT, 1),
@@ -177,6 +187,8 @@ class NetContext:
 
     def make_room(self, prepared: PreparedPlan) -> None:
         """Enlarge the context's tables to the sizes that a call needs."""
+        if prepared.even is not None:
+            self.make_room(prepared.even)
         for word, nbytes in (
             (w.PROGRESS, 16 * prepared.rows_of_a_phase * self.streams),
             (w.STAGING, 2 * IO_BYTES * prepared.reduces_of_a_phase * self.streams),
@@ -221,20 +233,31 @@ class NetContext:
         passes_on = table[(table[:, t.PHASE] == phase) & (table[:, t.KIND] == t.RECV), t.PEER].tolist()
         return sorted({*self._awaited_here(), *passes_on, *(rank for node in unknown for rank in node)})
 
-    def share_lines(self, addresses: Sequence[int]) -> None:
-        """Set the addresses of the node's lines. Must be called before the first call."""
-        self._lines = self._keep(w.LINES, np.array(addresses, np.int64))
+    def share(self, lines: Sequence[int], relays: Sequence[int]) -> None:
+        """Set the addresses of the node's lines and relay memories. Must be called before the first call."""
+        self._lines = self._keep(w.LINES, np.array(lines, np.int64))
+        self._buffers[relay(self.size, 0) :] = relays
+
+    def running(self, prepared: PreparedPlan) -> PreparedPlan:
+        """Return what the engine carries out of a prepared call: the call itself, or its `even`."""
+        even = prepared.even
+        return even if even is not None and self[w.RUNNING] == even.address else prepared
 
     def drop_lines(self) -> None:
         """Stop using the node's lines, so that their memory may be unmapped. The engine must not be running."""
         self._lines[:] = address_of(self._no_line)
 
     def _awaited_here(self) -> list[int]:
-        """Return the ranks of this node that have not posted their headers of the current call.
+        """Return the ranks of this node for whose lines this rank waits.
 
-        If all have posted them, returns the first rank, which posts the result, unless this is the first rank.
+        In the meeting, they are the ranks that have not posted their headers of the current call. If all have posted
+        them, it is the first rank, which posts the result, unless this is the first rank.
         """
-        node, posted = self._nodes[self._node], map(read.call, self._lines[:-1].tolist())
+        node, lines = self._nodes[self._node], self._lines.tolist()
+        if self[w.STAGE] == w.RUN:
+            place = lines.index(self[w.AWAITED]) - len(node) - 1
+            return [node[place % len(node)]]  # the first rank signals the result, in the last line
+        posted = map(read.call, lines[: len(node)])
         late = [rank for rank, number in zip(node, posted, strict=False) if number < self[w.CALLS]]
         return late or [first for first in node[:1] if first != self.rank]
 
@@ -273,7 +296,7 @@ class NetContext:
     @property
     def waited_for(self) -> list[int]:
         """The peers whose connections or lines the engine last waited for."""
-        if self[w.AWAITED] and self[w.STAGE] == w.MEET:
+        if self[w.AWAITED] and self[w.STAGE] in (w.MEET, w.RUN):
             return self._awaited_here()
         listed = self._kept[w.POLLFDS][: self[w.WAITING]] & 0xFFFFFFFF
         return np.flatnonzero(np.isin(self.fds, listed).any(axis=1)).tolist()

@@ -54,11 +54,12 @@ FINISHED = NEXT + 10  # number of the last complete call
 BEGAN = NEXT + 11  # when the current call began, in ns
 # Address of the prepared call that sends all headers to all ranks if the combined headers show a mismatch.
 GATHERING = NEXT + 12
-# The lines (plans/node_meeting.py) of the ranks of this node, and of the result: the address of a table with their
-# addresses; and the address of the line for which the thread waits, 0 if it waits for connections.
+# The lines of the ranks of this node and of the result, for headers (plans/node_meeting.py) and then for relayed data
+# (plans/relayed.py): the address of a table with their addresses; and the address of the line for which the thread
+# waits, 0 if it waits for connections.
 LINES, AWAITED = NEXT + 13, NEXT + 14
 CARRYING = NEXT + 15  # address of the prepared call whose data the combined headers carry; 0: none
-LEFT = NEXT + 16  # whether the last call with LEAVES_BLOCKS left out its plan
+RUNNING = NEXT + 16  # address of the prepared call whose plan is carried out: the current one, or its EVEN
 CONTEXT_WORDS = NEXT + 17
 
 # ---- a prepared call ----------------------------------------------------------------------------------
@@ -76,9 +77,7 @@ LACKS_PEERS = 14  # whether connections with peers of the plan may be missing; t
 # The bytes of data that combined headers carry, and how many items they are for the REDUCER (plans/node_meeting.py).
 CARRIED, CARRIED_ITEMS = 15, 16
 BLOCK = 17  # see HEAD_BLOCK in meet.py
-# If all blocks of all ranks have one size, and this is at least that size, the plan is left out: the caller moves the
-# data. -1: the plan is never left out.
-LEAVES_BLOCKS = 18
+EVEN = 18  # address of the prepared call to carry out if all blocks of all ranks have one size; 0: this one
 PREPARED_WORDS = 19
 
 # ---- a header -----------------------------------------------------------------------------------------

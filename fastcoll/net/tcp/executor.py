@@ -22,7 +22,7 @@ from ...core.travel import NARROW, WIDEN
 from ...failpoints import number_of
 from ...kernels.copy import copy, move
 from ...kernels.failing import failing, reached
-from ...kernels.lines import post, sleep_until, take
+from ...kernels.lines import has, post, signal, sleep_until, take
 from ...kernels.primitives import call_reducer, load_word, store_word, word_at
 from ...kernels.pyobjects import DATA, ITEMS, LENGTH, Index, PyObject, integer, object_at
 from ...kernels.recording import record_call, record_end
@@ -121,25 +121,29 @@ def _convert(c, d, row):
 
 @inlined
 def _line_of(c, row):
-    """Return the address of the line of a POST or AWAIT row."""
+    """Return the address of the line of a POST, AWAIT, SIGNAL or WAIT row."""
     return load_word(load_word(c, w.LINES), load_word(row, t.PEER))
 
 
 @kernel
 def _take(c, row, progress, listing):
-    """Copy the header that an AWAIT row waits for, if it is posted. With `listing`, list the line instead.
+    """Copy the header that an AWAIT row waits for, if it is posted; a WAIT row only looks for the number.
 
-    Returns DONE if an earlier sweep has copied the header, PENDING if this one has, else PENDING - 1.
+    With `listing`, list the line instead. Returns DONE if an earlier sweep has found the header or number, PENDING if
+    this one has, else PENDING - 1.
     """
     if load_word(progress, 0) != 0:
         return DONE
-    line, target = _line_of(c, row), _address_of(c, row, t.BUFFER, t.OFFSET)
+    line, number = _line_of(c, row), load_word(c, w.CALLS)
     if listing:
         store_word(c, w.AWAITED, line)
-    elif take(line, load_word(c, w.CALLS), target, load_word(row, t.NBYTES)):
-        store_word(progress, 0, 1)
-        return PENDING
-    return PENDING - 1
+        return PENDING - 1
+    if load_word(row, t.KIND) == t.WAIT:
+        found = has(line, number)
+    else:
+        found = take(line, number, _address_of(c, row, t.BUFFER, t.OFFSET), load_word(row, t.NBYTES))
+    store_word(progress, 0, 1 if found else 0)
+    return PENDING if found else PENDING - 1
 
 
 @kernel
@@ -169,6 +173,9 @@ def begin_phase(c, d, row):
             copy(_address_of(c, at, t.BUFFER, t.OFFSET), source, load_word(at, t.NBYTES))
         elif load_word(at, t.KIND) == t.POST:
             post(_line_of(c, at), _address_of(c, at, t.BUFFER, t.OFFSET), load_word(at, t.NBYTES))
+            _hit_failpoint(d, _MID_CHUNK)
+        elif load_word(at, t.KIND) == t.SIGNAL:
+            signal(_line_of(c, at), load_word(c, w.CALLS))
             _hit_failpoint(d, _MID_CHUNK)
         elif load_word(at, t.KIND) >= t.NARROW:
             _convert(c, d, at)
@@ -246,7 +253,7 @@ def sweep(c, d, listing):
         store_word(c, w.AWAITED, 0)
     for number in range(first, load_word(c, w.PHASE_END)):
         row = _row_at(d, number)
-        if load_word(row, t.KIND) == t.AWAIT:
+        if load_word(row, t.KIND) == t.AWAIT or load_word(row, t.KIND) == t.WAIT:
             taken = _take(c, row, load_word(c, w.PROGRESS) + 16 * (number - first) * streams, listing)
             any_moved |= taken == PENDING
             any_left |= taken < PENDING
@@ -427,18 +434,19 @@ def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
         store_word(c, w.STAGE, w.MEET)
     store_word(c, w.SINCE, _time(c))
     idle = 0 if tagged & w.RESUMED == 0 else SEEN_EVERY - 1
-    if load_word(c, w.STAGE) != w.RUN:
+    if load_word(c, w.STAGE) == w.RUN:
+        d = load_word(c, w.RUNNING)
+    else:
         status = _meet(c, d, idle)
         if status != DONE:
             return status
+        if load_word(d, w.EVEN) != 0 and block_of_all(c) >= 0:
+            d = load_word(d, w.EVEN)
+        store_word(c, w.RUNNING, d)
         _begin_plan(c, load_word(d, w.PAYLOADS))
         store_word(c, w.STAGE, w.RUN)
         _hit_failpoint(d, _MET)
-        left = load_word(d, w.LEAVES_BLOCKS) >= 0 and 0 <= block_of_all(c) <= load_word(d, w.LEAVES_BLOCKS)
-        store_word(c, w.LEFT, 1 if left else 0)
-        if left:
-            _begin_plan(c, load_word(d, w.ROWS))
-        elif load_word(d, w.LACKS_PEERS) != 0:
+        if load_word(d, w.LACKS_PEERS) != 0:
             return UNCONNECTED
     status = _run(c, d, False, idle)
     if status == DONE:

@@ -2,6 +2,7 @@
 
     data that fits behind the headers        attached: each rank sends its data together with the header of its call
     or behind combined headers               carried: whoever combines headers reduces the data (node_meeting.py)
+    small data of a group by nodes           relayed: by one rank of each node (relayed.py)
     gather, scatter, all_to_all              direct: each rank exchanges data with every other
     two ranks, all_reduce                    recursive doubling up to EXCHANGED bytes, direct beyond
     two ranks, reduce, scan, exscan          complete arrays: ranks do not divide their arrays into slices
@@ -41,6 +42,7 @@ from . import circulant, direct, doubling, ring
 from .direct import attached, exchange
 from .node_meeting import carried, is_carried
 from .plan import Plan, Rows
+from .relayed import is_relayed, relayed
 from .shape import MEET_RANKS, CallShape, Limits
 
 
@@ -202,14 +204,16 @@ def plan_for(shape: CallShape) -> Plan:
         return attached(shape)  # this plan copies the contribution of a rank that is alone
     if name == "carried":
         return carried(shape)
+    if name == "relayed":
+        return relayed(shape, plan_for)
     return ALGORITHMS[shape.operation]["direct" if name == "alone" else name][0](shape)
 
 
 def chosen(shape: CallShape) -> str:
     """Return the name of the algorithm for a call.
 
-    It is a name in ALGORITHMS, "attached" or "carried" (the data travels with the headers), "alone" (the group has one
-    rank) or "nothing" (no data moves).
+    It is a name in ALGORITHMS, "attached" or "carried" (the data travels with the headers), "relayed", "alone" (the
+    group has one rank) or "nothing" (no data moves).
     """
     if shape.operation == "barrier" or not any(shape.nbytes):
         return "nothing"
@@ -217,9 +221,11 @@ def chosen(shape: CallShape) -> str:
         return "attached"
     if shape.size == 1:
         return "alone"
+    kind = KINDS[shape.operation]
     if is_carried(shape):
         return "carried"
-    kind = KINDS[shape.operation]
+    if not kind.is_by_pair and is_relayed(shape):
+        return "relayed"
     if not kind.is_by_pair and max(shape.nbytes) <= shape.limits.payload:
         return "attached"
     if shape.size == 2:

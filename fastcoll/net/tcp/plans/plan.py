@@ -4,7 +4,8 @@
     PHASE      rows are sorted by phase; the rows of a phase run concurrently, and a phase begins when all rows of
                the previous phase are complete on this rank
     KIND       one of the kinds below
-    PEER       the other rank; FOLD: the number of SOURCE rows that follow; POST, AWAIT: the number of a line
+    PEER       the other rank; FOLD: the number of SOURCE rows that follow; POST, AWAIT, SIGNAL, WAIT: the
+               number of a line
     BUFFER     the buffer (see below) that the row writes; SEND, SOURCE, PAYLOAD and POST: the buffer that it reads
     OFFSET     bytes into BUFFER
     NBYTES     how many bytes
@@ -23,6 +24,8 @@
                bytes into the data behind the header
     POST       local: publish a header in a line, a place in memory that the ranks of a node share (node_meeting.py)
     AWAIT      wait until the line has the current call's header, and copy it
+    SIGNAL     local: publish the number of the current call in a line without a header (relayed.py)
+    WAIT       wait for that number
     NARROW     local: convert NBYTES of float32 to items of a narrow type (kernels/narrow.py)
     NARROW_KEEPING  the same with error feedback: array 1, `lost`, is read and written at OFFSET2
     WIDEN      local: convert items to NBYTES of float32
@@ -33,7 +36,8 @@ the connections buffer. The local rows of a phase come first, and run in row ord
 begins. No receive of a phase writes bytes that the same phase sends or reads locally.
 
 The buffers are SCRATCH, which belongs to the group and has at least `Plan.scratch` bytes; FRAMES, which holds the data
-attached to the headers; and the arrays of the call in this order, where `..` means one array for each rank:
+attached to the headers; the relay memory of each rank of the node (relayed.py); and the arrays of the call in this
+order, where `..` means one array for each rank:
 
     all_reduce            x                with error feedback: x, lost
     reduce, scan, exscan  out, x           out may be x; reduce writes it on the root only
@@ -56,11 +60,13 @@ from ....core.partition import Span
 
 PHASE, KIND, PEER, BUFFER, OFFSET, NBYTES, BUFFER2, OFFSET2 = range(8)
 COLUMNS = 8
-SEND, RECV, REDUCE, FOLD, SOURCE, COPY, PAYLOAD, POST, AWAIT, NARROW, NARROW_KEEPING, WIDEN = range(12)
+SEND, RECV, REDUCE, FOLD, SOURCE, COPY, PAYLOAD, POST, AWAIT, SIGNAL, WAIT, NARROW, NARROW_KEEPING, WIDEN = (
+    range(14)
+)
 SCRATCH, FRAMES, FIRST_ARRAY = range(3)
 ATTACHED = -1  # the phase of PAYLOAD rows
 
-LOCAL = frozenset({FOLD, SOURCE, COPY, POST, NARROW, NARROW_KEEPING, WIDEN})
+LOCAL = frozenset({FOLD, SOURCE, COPY, POST, SIGNAL, NARROW, NARROW_KEEPING, WIDEN})
 
 Table = np.ndarray[Any, np.dtype[np.int64]]
 Location = tuple[int, int]
@@ -73,14 +79,11 @@ class Plan(NamedTuple):
     Attributes:
         scratch: the bytes that SCRATCH must have.
         carried: the bytes of data that the combined headers carry.
-        leaves_blocks: if all blocks of all ranks have one size, and at most this many bytes, then the table is left
-            out, and the caller moves the data; -1: it is never left out. Only for combined headers.
     """
 
     table: Table
     scratch: int
     carried: int = 0
-    leaves_blocks: int = -1
 
 
 class Rows:
@@ -125,8 +128,37 @@ class Rows:
     def wait_for(self, phase: int, line: int, location: Location, nbytes: int) -> None:
         self._add(phase, AWAIT, line, location, nbytes)
 
+    def signal(self, phase: int, line: int) -> None:
+        self._add(phase, SIGNAL, line, (0, 0), 1)
+
+    def wait(self, phase: int, line: int) -> None:
+        self._add(phase, WAIT, line, (0, 0), 1)
+
     def payload(self, peer: int, location: Location, nbytes: int, offset: int = 0) -> None:
         self._add(ATTACHED, PAYLOAD, peer, location, nbytes, (0, offset))
+
+    def include(
+        self, plan: Plan, first: int, ranks: Sequence[int], arrays: Sequence[Location], scratch: int
+    ) -> int:
+        """Add the rows of another plan, without payloads, from phase `first` on; return the phase after them.
+
+        Args:
+            ranks: the ranks of this plan that are the ranks of the other one.
+            arrays: where the arrays of the other plan are.
+            scratch: where the other plan's SCRATCH begins in this plan's.
+        """
+
+        def place(buffer: int, offset: int) -> Location:
+            begin = (SCRATCH, scratch) if buffer == SCRATCH else arrays[buffer - FIRST_ARRAY]
+            return begin[0], begin[1] + offset
+
+        for phase, kind, peer, buffer, offset, nbytes, buffer2, offset2 in plan.table.tolist():
+            target = place(buffer, offset)
+            second = place(buffer2, offset2) if kind == COPY else (buffer2, offset2)
+            if target != second or kind != COPY:
+                other = ranks[peer] if kind in (SEND, RECV, REDUCE) else peer
+                self._add(first + phase, kind, other, target, nbytes, second)
+        return first + int(plan.table[:, PHASE].max(initial=-1)) + 1
 
     def plan(self, scratch: int = 0, carried: int = 0) -> Plan:
         """Return all rows, sorted by phase with local rows first.

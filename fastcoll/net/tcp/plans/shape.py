@@ -23,6 +23,9 @@ class Limits(NamedTuple):
     at_once: int = 8 << 20  # maximum of all segments received in one phase; segments are made small enough
     peers: int = 16  # maximum number of ranks with which a rank exchanges data in one phase
     carried: int = 0  # maximum that combined headers carry (node_meeting.py)
+    relayed: int = (
+        0  # maximum that a rank gives, or a node takes, through the first rank of its node (relayed.py)
+    )
 
     @property
     def stride(self) -> int:
@@ -52,6 +55,7 @@ class CallShape(NamedTuple):
         root: the root of a broadcast, reduce, gather or scatter.
         ordered: whether the reduction must combine the ranks in rank order (it does not commute, or rounds so
             coarsely that the order matters), and each prefix of a scan in one pass (also for averages).
+        nodes: the ranks of each node, if one rank of each node passes on the data of the others (relayed.py).
     """
 
     operation: str
@@ -62,6 +66,7 @@ class CallShape(NamedTuple):
     itemsize: int = 1
     root: int = 0
     ordered: bool = False
+    nodes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def total(self) -> int:
@@ -121,6 +126,11 @@ class CallShape(NamedTuple):
     def framed(self, rank: int) -> Location:
         """Return the location of the data that a rank has attached to its header."""
         return FRAMES, rank * self.limits.stride
+
+
+def relay(size: int, place: int) -> int:
+    """Return the buffer number of the relay memory of the rank with this place in its node."""
+    return FIRST_ARRAY + 2 * size + place
 
 
 def array(index: int) -> int:
