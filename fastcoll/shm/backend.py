@@ -163,14 +163,14 @@ class ShmBackend(Backend):
             self._segment.address + layout.section(rank) + layout.relay_at for rank in range(self.gate.size)
         ]
 
-    def allocate_relay(self) -> None:
-        """Allocate this rank's relay memory.
+    def allocate_relay(self, start: int, nbytes: int) -> None:
+        """Allocate a part of this rank's relay memory before the first write to it.
 
         Raises:
             ResourceError: /dev/shm is full.
         """
         layout = self._segment.layout
-        self._segment.allocate(layout.section(self.gate.rank) + layout.relay_at, layout.relay)
+        self._segment.allocate(layout.section(self.gate.rank) + layout.relay_at + start, nbytes)
 
     def begin_at_once(self) -> None:
         self.inline_start.begin_at_once()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fastcoll.net.tcp.context import PreparedPlan
 from fastcoll.net.tcp.plans import plan as t
 from fastcoll.net.tcp.plans import relayed
 from fastcoll.net.tcp.plans.choose import chosen, plan_for
@@ -151,3 +152,32 @@ def test_a_missing_step_is_found(operation: str, fault: str) -> None:
 
 def test_the_operations_with_blocks_and_reductions_are_all_relayed_but_scans() -> None:
     assert {*REDUCTIONS, *WITH_BLOCKS, "broadcast"} - {"scan", "exscan"} == {*KINDS}
+
+
+def test_a_first_rank_reduces_a_limited_number_of_bytes() -> None:
+    """Eight ranks of a node give at most half of what one may give; blocks that are not reduced have no such limit."""
+    nodes = tuple(tuple(range(8 * node, 8 * node + 8)) for node in range(2))
+    shape = CallShape("all_reduce", 16, 1, (RELAYED // 2,), LIMITS, nodes=nodes)
+    assert relayed.is_relayed(shape)
+    assert not relayed.is_relayed(shape._replace(nbytes=(RELAYED // 2 + 4,)))
+    assert relayed.is_relayed(shape._replace(operation="broadcast", nbytes=(RELAYED,)))
+
+
+def test_a_rank_allocates_only_the_relay_memory_that_it_needs() -> None:
+    """What it gives, and on the first rank of its node the result, which is behind all that it may give."""
+    for operation, first, other in (
+        ("all_reduce", [(RELAYED, 12)], [(0, 12)]),
+        ("all_gather", [(RELAYED, 48)], [(0, 12)]),
+        ("reduce_scatter", [(0, 48), (RELAYED, 24)], [(0, 48)]),
+    ):
+        shapes = [case_of(operation, NODES["even"], 3).shape(rank) for rank in range(2)]
+        found = [PreparedPlan(0, shape, build(shape)).relays for shape in shapes]
+        assert found == [first, other]
+    assert (
+        PreparedPlan(
+            0,
+            shapes[0]._replace(operation="scan"),
+            plan_for(shapes[0]._replace(operation="scan", nbytes=(4,))),
+        ).relays
+        == []
+    )

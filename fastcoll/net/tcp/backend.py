@@ -145,13 +145,15 @@ class TcpBackend(Backend):
         routes = [near.get(rank, (self.pipe, rank)) for rank in range(self.gate.size)]
         self.messages = Engine(routes, self.gate.rank, self.monitor, self.gate.timeout)
 
-    def share(self, lines: Sequence[int], relays: Sequence[int], allocate: Callable[[], None]) -> None:
+    def share(
+        self, lines: Sequence[int], relays: Sequence[int], allocate: Callable[[int, int], None]
+    ) -> None:
         """Set the memory that the ranks of the node share. Must be called before the first call, if they meet by nodes.
 
         Args:
             lines: the addresses of the lines for headers: of each rank, and of the result; and those for relayed data.
             relays: the address of each rank's relay memory (plans/relayed.py).
-            allocate: allocates this rank's relay memory; raises ResourceError if there is no room.
+            allocate: allocates a part of this rank's relay memory; raises ResourceError if there is no room.
         """
         self.context.share(lines, relays)
         self._allocate_relay = allocate
@@ -239,8 +241,8 @@ class TcpBackend(Backend):
         """
         self.context.make_room(prepared)
         plans = [prepared] if prepared.even is None else [prepared, prepared.even]
-        if any(plan.relays for plan in plans):
-            self._allocate_relay()
+        for span in (span for plan in plans for span in plan.relays):
+            self._allocate_relay(*span)
         what = self.gate.name_of(
             signature.describe(prepared.call, prepared.shape), self.context[words.CALLS] + 1
         )

@@ -9,6 +9,7 @@ import numpy as np
 from ...core import signature
 from ...core.operands import Array
 from ...core.operations import KINDS
+from ...core.partition import Span
 from ...kernels import waiting
 from ...kernels.primitives import address_of
 from ...kernels.shared_words import read
@@ -35,7 +36,7 @@ class PreparedPlan:
         peers: the ranks with which the plan exchanges data.
         ready: whether this rank has connections with all peers of the meeting, and memory for the plan.
         even: what is carried out instead if all blocks of all ranks have one size; or None.
-        relays: whether the plan writes to this rank's relay memory.
+        relays: the parts of this rank's relay memory to which the plan writes.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class PreparedPlan:
         self.sizes = gives, takes
         self.address: int
         self.call, self.plan, self.ready, self.even = call, plan, False, even
-        self.relays = bool((kinds == t.SIGNAL).any())
+        self.relays = _relays(call_shape, table)
         self.peers = sorted(set(moves[:, t.PEER].tolist()))
         self.rows_of_a_phase = _longest_run(table[:, t.PHASE])
         self.reduces_of_a_phase = _longest_run(table[kinds == t.REDUCE][:, t.PHASE])
@@ -96,6 +97,16 @@ class PreparedPlan:
     @lacks_peers.setter
     def lacks_peers(self, lacks: bool) -> None:
         self._words[w.LACKS_PEERS] = lacks
+
+
+def _relays(shape: CallShape, table: Array) -> list[Span]:
+    """Return the parts of this rank's relay memory to which a plan writes: of what it gives, and of the result."""
+    own = relay(shape.size, next((node.index(shape.rank) for node in shape.nodes if shape.rank in node), 0))
+    rows = table[(table[:, t.BUFFER] == own) & np.isin(table[:, t.KIND], (t.COPY, t.FOLD, t.RECV, t.REDUCE))]
+    half = shape.limits.relayed
+    parts = [rows[rows[:, t.OFFSET] < half], rows[rows[:, t.OFFSET] >= half]]
+    ends = [int((part[:, t.OFFSET] + part[:, t.NBYTES]).max(initial=0)) for part in parts]
+    return [Span(begin, end - begin) for begin, end in zip((0, half), ends, strict=True) if end > 0]
 
 
 def _longest_run(phases: Array) -> int:

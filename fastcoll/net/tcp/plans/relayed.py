@@ -30,8 +30,12 @@ from ....core.partition import Span
 from .plan import SCRATCH, Location, Plan, Rows
 from .shape import CallShape, array, relay
 
-RELAYED = 64 << 10
+RELAYED = 256 << 10
 """The `Limits.relayed` of a group whose ranks meet by nodes."""
+_FOLDED = 4
+"""A first rank reduces at most this many times `Limits.relayed`: larger data are divided among the ranks of the node.
+With two nodes of four ranks (two cores of an AMD EPYC for all), an all_reduce of 256 KiB takes 0.28 ms if it is
+relayed, and 0.66 ms by the internal groups. It has not been measured where each rank has a core."""
 
 Piece = tuple[Location, Location, int]
 """Where data go, where they are, and how many bytes they are."""
@@ -301,10 +305,13 @@ def is_relayed(shape: CallShape) -> bool:
         return False
     if shape.ordered and [*chain(*shape.nodes)] != [*range(shape.size)]:
         return False
+    most, largest = shape.limits.relayed, max(map(len, shape.nodes))
+    if KINDS[shape.operation].reduces:
+        return shape.total <= min(most, _FOLDED * most // largest)
     if shape.operation not in _ONE_SIZE:
-        return shape.total <= shape.limits.relayed
-    takers = max(map(len, shape.nodes)) if shape.operation == "all_to_all" else 1
-    return len({*shape.nbytes}) == 1 and shape.nbytes[0] * shape.size * takers <= shape.limits.relayed
+        return shape.total <= most
+    takers = largest if shape.operation == "all_to_all" else 1
+    return len({*shape.nbytes}) == 1 and shape.nbytes[0] * shape.size * takers <= most
 
 
 def relayed(shape: CallShape, inner: Callable[[CallShape], Plan]) -> Plan:
