@@ -121,4 +121,7 @@ def rows_for_ranks(
     blocks = operands.parts_along_rows("input", input.array, input_sizes, group.size)
     here = group.rank
     operands.check_fit(f"output part {here}", outs[here], f"input part {here}", blocks[here])
-    return tuple(outs), operands.apart(blocks, outs)
+    whole = operands.apart([input.array], [output.array])[0]
+    if whole is not input.array:  # they share memory
+        blocks = operands.parts_along_rows("input", whole, input_sizes, group.size)
+    return tuple(outs), tuple(blocks)

@@ -259,6 +259,9 @@ def _extent(x: Any) -> tuple[int, int]:
     if isinstance(x, np.ndarray):
         if x.size == 0:
             return 0, 0
+        if x.flags.c_contiguous:
+            address = x.__array_interface__["data"][0]
+            return address, address + x.nbytes
         reach = [(length - 1) * step for length, step in zip(x.shape, x.strides, strict=True)]
         low = x.__array_interface__["data"][0]
         return low + sum(min(r, 0) for r in reach), low + sum(max(r, 0) for r in reach) + x.itemsize

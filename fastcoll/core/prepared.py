@@ -16,7 +16,15 @@ import numpy as np
 from ..arrays.tensors import header_of, headers_for, plain_types
 from . import signature
 from .operands import is_plain
-from .operations import BLOCKS_TO_ONE, IN_PLACE, KINDS, NO_ARRAY, ONE_TO_BLOCKS, ONE_TO_ONE
+from .operations import (
+    BLOCKS_TO_BLOCKS,
+    BLOCKS_TO_ONE,
+    IN_PLACE,
+    KINDS,
+    NO_ARRAY,
+    ONE_TO_BLOCKS,
+    ONE_TO_ONE,
+)
 from .reduce_op import ReduceOp
 from .work import Work
 
@@ -87,7 +95,8 @@ def fast_methods(
     Args:
         group: the ProcessGroup.
         kinds: names of kinds (operations.py). For a kind with blocks, the function replaces the method `..._single`,
-            which takes all blocks as one array.
+            which takes all blocks as one array. For a gather or scatter, it replaces both methods, but the root's calls
+            are not fast.
         run: see `Run`.
         folds: see `Folds`.
         variant: the `variant` of the calls' keys.
@@ -98,9 +107,10 @@ def fast_methods(
     made = {}
     for kind in kinds:
         row = KINDS[kind]
-        name = f"{kind}_single" if row.has_blocks else kind
+        names = [f"{kind}_single"] if row.has_blocks else [kind]
         make = _MAKERS[row.form, row.root != "", row.reduces]
-        made[name] = make(kind, getattr(group, name), group.size, run, folds, variant)
+        for name in [*names, kind] if row.has_blocks and row.root else names:
+            made[name] = make(kind, getattr(group, name), group.size, run, folds, variant)
     return made
 
 
@@ -200,6 +210,52 @@ def _reduce_scatter(
     return fast
 
 
+def _all_to_all(
+    kind: str, method: Any, size: int, run: Run, folds: Folds, variant: Any
+) -> Callable[..., Any]:
+    def fast(
+        output: Any,
+        input: Any,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        out, x = headers_for((output, input)) if type(input) in plain_types else (output, input)
+        is_even = output_split_sizes is None and input_split_sizes is None
+        if not async_op and is_even and _are_equal_rows(out, x, size):
+            key = (kind, x.dtype, None, 0, (x.nbytes // size,) * (2 * size), (), variant)
+            if run(key, (out, x)):
+                return None
+        return method(output, input, output_split_sizes, input_split_sizes, async_op)  # type: ignore[no-any-return]
+
+    return fast
+
+
+def _without_blocks(
+    kind: str, method: Any, size: int, run: Run, folds: Folds, variant: Any
+) -> Callable[..., Any]:
+    """Make the function of a gather or scatter: fast on ranks other than the root, which have no blocks."""
+    rank = method.__self__.rank
+
+    def fast(tensor: Any, blocks: Any, root: int, async_op: bool = False) -> Any:
+        x = header_of(tensor) if type(tensor) in plain_types else tensor
+        is_elsewhere = blocks is None and type(root) is int and root != rank
+        if is_elsewhere and not async_op and is_plain(x) and x.dtype.names is None:
+            key = (kind, x.dtype, None, root, (x.nbytes,), (), variant)
+            if run(key, (x,)):
+                return None
+        return method(tensor, blocks, root, async_op)
+
+    return fast
+
+
+def _are_equal_rows(x: Any, y: Any, size: int) -> bool:
+    """Whether both arrays are plain and alike, and can be divided into equal blocks along their first dimensions."""
+    if not (is_plain(x) and is_plain(y) and x.dtype == y.dtype and x.size == y.size > 0):
+        return False
+    return bool(x.ndim > 0 < y.ndim and x.shape[0] % size == 0 == y.shape[0] % size)
+
+
 def _are_blocks(x: Any, block: Any, size: int) -> bool:
     """Whether both arrays are plain, and `x` consists of a block like `block` for each rank.
 
@@ -215,4 +271,7 @@ _MAKERS = {  # by form, whether there is a root, and whether it reduces; each ma
     (ONE_TO_ONE, True, True): _reduce,
     (ONE_TO_BLOCKS, False, False): _all_gather,
     (BLOCKS_TO_ONE, False, True): _reduce_scatter,
+    (BLOCKS_TO_BLOCKS, False, False): _all_to_all,
+    (ONE_TO_BLOCKS, True, False): _without_blocks,
+    (BLOCKS_TO_ONE, True, False): _without_blocks,
 }

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...core import signature
 from ...core.operands import Array
-from ...core.operations import KINDS
+from ...core.operations import BLOCKS_TO_BLOCKS, KINDS, Kind
 from ...core.partition import Span
 from ...kernels import waiting
 from ...kernels.primitives import address_of
@@ -82,8 +82,7 @@ class PreparedPlan:
         self._words[w.CARRIED] = plan.carried
         self._words[w.CARRIED_ITEMS] = plan.carried // (call_shape.itemsize if kind.reduces else 1)
         self._words[w.MOVES] = len(moves) > 0
-        has_split_array = kind.has_blocks and not kind.is_by_pair  # one array may hold all ranks' blocks
-        self._words[w.SPLIT_ARRAY] = (0 if kind.takes_blocks else 1) if has_split_array else -1
+        self._words[w.SPLIT_ARRAY] = _split_array(kind)
         self._words[w.BLOCK_BYTES] = call_shape.nbytes[0] if call_shape.nbytes else 0
         self._words[w.BLOCK] = call_shape.nbytes[0] if len(set(call_shape.nbytes)) == 1 else -1
         self._words[w.EVEN] = 0 if even is None else even.address
@@ -97,6 +96,13 @@ class PreparedPlan:
     @lacks_peers.setter
     def lacks_peers(self, lacks: bool) -> None:
         self._words[w.LACKS_PEERS] = lacks
+
+
+def _split_array(kind: Kind) -> int:
+    """Return which of two arrays of a fast call may hold the blocks of all ranks; see SPLIT_ARRAY."""
+    if kind.form == BLOCKS_TO_BLOCKS:
+        return w.BOTH
+    return (0 if kind.takes_blocks else 1) if kind.has_blocks and not kind.root else -1
 
 
 def _relays(shape: CallShape, table: Array) -> list[Span]:

@@ -69,7 +69,7 @@ PAYLOADS = 4  # how many rows are PAYLOAD; they are the first ones
 REDUCER, CODE, ITEMSIZE = 5, 6, 7
 ATTACHED = 8  # address: for each peer, bytes that it attaches to its header
 BALANCE = 9  # hash of the sizes that this rank sends, minus hash of those that it expects (core/signature.py)
-SPLIT_ARRAY = 10  # which of two arrays may hold the blocks of all ranks; -1: neither
+SPLIT_ARRAY = 10  # which of two arrays may hold the blocks of all ranks; BOTH; -1: neither
 BLOCK_BYTES = 11  # bytes of each of these blocks
 CAN_RETURN_EARLY = 12  # whether the call may return before all headers have arrived (meet.py)
 MOVES = 13  # whether anything is sent or received after the meeting
@@ -79,6 +79,8 @@ CARRIED, CARRIED_ITEMS = 15, 16
 BLOCK = 17  # see HEAD_BLOCK in meet.py
 EVEN = 18  # address of the prepared call to carry out if all blocks of all ranks have one size; 0: this one
 PREPARED_WORDS = 19
+
+BOTH = 2
 
 # ---- a header -----------------------------------------------------------------------------------------
 # These words follow NUMBER, HEAD_CALL, HEAD_SHAPE and HEAD_BALANCE; meet.py has their meanings.

@@ -378,7 +378,7 @@ def _meet(c, d, idle):
 def _note_arrays(c, d, table):
     """Write the addresses of the arrays into BUFFERS.
 
-    Returns False if one of two arrays holds the blocks of all ranks and overlaps the other.
+    Returns False if one or both of two arrays hold the blocks of all ranks, and they overlap.
     """
     buffers, given = load_word(c, w.BUFFERS) + 8 * t.FIRST_ARRAY, word_at(table + LENGTH)
     for k in range(given):
@@ -387,6 +387,12 @@ def _note_arrays(c, d, table):
     if given != 2 or split < 0 or size == 1:
         return True
     progress = load_word(d, w.BLOCK_BYTES)
+    if split == w.BOTH:
+        out, x = load_word(buffers, 0), load_word(buffers, 1)
+        for k in range(size):
+            store_word(buffers, k, out + k * progress)
+            store_word(buffers, size + k, x + k * progress)
+        return out + size * progress <= x or x + size * progress <= out
     first, other = load_word(buffers, split), load_word(buffers, 1 - split)
     for k in range(size):
         store_word(buffers, split + k, first + k * progress)
@@ -407,8 +413,8 @@ def collective(context: Index, prepared: Index, arrays: PyObject) -> int:
             MAY_RETURN_EARLY if the call may return before all ranks have made it.
         prepared: the address of the prepared call.
         arrays: contiguous ndarrays in the plan's order, which the caller keeps until the call is complete. If there
-            are two and the plan has more, one of the two holds the blocks of all ranks; the call then returns LATER if
-            the two overlap.
+            are two and the plan has more, one or both hold the blocks of all ranks; the call then returns LATER if the
+            two overlap.
     """
     tagged, d = integer(context), integer(prepared)
     c = tagged & ~(w.RESUMED | w.MAY_RETURN_EARLY)

@@ -23,7 +23,16 @@ from ...p2p.transfers import kind_of
 from .pipe import TcpPipe
 from .plans.choose import plan_for
 
-_KINDS = "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"
+_KINDS = (
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "reduce_scatter",
+    "gather",
+    "scatter",
+    "all_to_all",
+)
 
 
 def fast_calls(
