@@ -222,7 +222,8 @@ def _all_to_all(
     ) -> Work | None:
         out, x = headers_for((output, input)) if type(input) in plain_types else (output, input)
         is_even = output_split_sizes is None and input_split_sizes is None
-        if not async_op and is_even and _are_equal_rows(out, x, size):
+        is_fast = not async_op and is_even and is_plain(out) and is_plain(x) and out.dtype == x.dtype
+        if is_fast and _are_rows(out, x.size, size) and _are_rows(x, out.size, size):
             key = (kind, x.dtype, None, 0, (x.nbytes // size,) * (2 * size), (), variant)
             if run(key, (out, x)):
                 return None
@@ -249,11 +250,9 @@ def _without_blocks(
     return fast
 
 
-def _are_equal_rows(x: Any, y: Any, size: int) -> bool:
-    """Whether both arrays are plain and alike, and can be divided into equal blocks along their first dimensions."""
-    if not (is_plain(x) and is_plain(y) and x.dtype == y.dtype and x.size == y.size > 0):
-        return False
-    return bool(x.ndim > 0 < y.ndim and x.shape[0] % size == 0 == y.shape[0] % size)
+def _are_rows(x: Any, count: int, size: int) -> bool:
+    """Whether an array has `count` elements, at least one, in equal blocks of rows."""
+    return x.ndim > 0 and x.size == count > 0 == x.shape[0] % size  # type: ignore[no-any-return]
 
 
 def _are_blocks(x: Any, block: Any, size: int) -> bool:

@@ -110,8 +110,10 @@ class HybridBackend(Backend):
 
         try:
             nodes = topology.nodes if len(members) > FLAT else ()
-            everyone = TcpBackend.make(store, name, members, rank, timeout, crowd, nodes)
-            inside = partial(ShmBackend.make, relay=2 * RELAYED if nodes else 0)
+            # Between nodes, MPI is faster than TCP, so one rank of each node relays nothing over TCP.
+            relayed = RELAYED if nodes and between_nodes() == TcpBackend.make else 0
+            everyone = TcpBackend.make(store, name, members, rank, timeout, crowd, nodes, relayed)
+            inside = partial(ShmBackend.make, relay=2 * relayed)
             near = add(inside, f"node{topology.node}", topology.local)
             assert isinstance(near, ShmBackend)
             if topology.rail is not None:

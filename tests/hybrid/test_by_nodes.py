@@ -237,6 +237,21 @@ def test_blocks_of_other_types(rank: int, world_size: int, start: Start) -> None
             ops.equal(out, np.array([(peer, rank)], pair) if dtype == pair else np.array([peer], dtype))
 
 
+@ranks(EVEN)
+def test_no_room_for_relayed_data_is_an_error_on_all_ranks(
+    rank: int, world_size: int, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise dist.ResourceError("there is no room")
+
+    group = start(EVEN)
+    group.fast.all_reduce(np.ones(3))  # carried by headers
+    if rank == 1:
+        monkeypatch.setattr(group.backend._everyone, "_allocate_relay", refuse)
+    with pytest.raises(dist.ResourceError if rank == 1 else AbortedError, match="there is no room"):
+        group.fast.all_reduce(np.ones(CARRIED))
+
+
 # ---- calls that do not match, and ranks that are missing -------------------------------------------------
 
 

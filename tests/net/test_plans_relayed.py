@@ -5,9 +5,12 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 
-from fastcoll.net.tcp.context import PreparedPlan
+from fastcoll.kernels.primitives import address_of
+from fastcoll.net.tcp import engine_layout as w
+from fastcoll.net.tcp.context import NetContext, PreparedPlan
 from fastcoll.net.tcp.plans import plan as t
 from fastcoll.net.tcp.plans import relayed
 from fastcoll.net.tcp.plans.choose import chosen, plan_for
@@ -173,11 +176,17 @@ def test_a_rank_allocates_only_the_relay_memory_that_it_needs() -> None:
         shapes = [case_of(operation, NODES["even"], 3).shape(rank) for rank in range(2)]
         found = [PreparedPlan(0, shape, build(shape)).relays for shape in shapes]
         assert found == [first, other]
-    assert (
-        PreparedPlan(
-            0,
-            shapes[0]._replace(operation="scan"),
-            plan_for(shapes[0]._replace(operation="scan", nbytes=(4,))),
-        ).relays
-        == []
-    )
+
+
+def test_a_rank_names_the_rank_whose_signal_it_awaits() -> None:
+    """The lines of three ranks of a node: their headers and the result, then their data and the result."""
+    context = NetContext(5, 1, LIMITS, 1, 1, nodes=NODES["a surplus rank"])
+    words = np.zeros(8, np.int64)
+    lines = [address_of(words[number:]) for number in range(8)]
+    context.share(lines, [0, 0, 0])
+    context.words[w.STAGE] = w.RUN
+    for line, rank in zip(lines[4:], [0, 1, 2, 0], strict=True):
+        context.words[w.AWAITED] = line
+        assert context.waited_for == [rank]
+    context.drop_lines()
+    assert context.waited_for == [0]

@@ -48,7 +48,8 @@ from .plans.choose import nothing, plan_for
 from .plans.narrowed import plans_of
 from .plans.node_meeting import CARRIED, GATHERED, is_carried
 from .plans.plan import Plan
-from .plans.relayed import RELAYED, is_relayed, relayed
+from .plans.relayed import is_relayed
+from .plans.relayed import relayed as plan_relayed
 from .plans.shape import CallShape, default_limits
 from .recovery_endpoint import TcpRecoveryEndpoint
 
@@ -81,6 +82,7 @@ class TcpBackend(Backend):
         timeout: float,
         crowd: Sequence[Member] = (),
         nodes: Sequence[Sequence[int]] = (),
+        relayed: int = 0,
     ) -> TcpBackend:
         """Meet the other members over the network; collective.
 
@@ -88,6 +90,7 @@ class TcpBackend(Backend):
 
         Args:
             nodes: the group ranks of each node, if they meet by nodes; `share` must follow.
+            relayed: see `Limits`.
 
         Raises:
             RendezvousError: two members cannot reach each other; the error names both, and the address.
@@ -96,7 +99,7 @@ class TcpBackend(Backend):
         near = next((node for node in nodes if rank in node), ())
         mesh = Mesh.make(store, name, members, rank, timeout, near)
         gate = Gate(name, [member.rank for member in members], rank, timeout)
-        return cls(gate, members, mesh, crowd, nodes)
+        return cls(gate, members, mesh, crowd, nodes, relayed)
 
     def __init__(
         self,
@@ -105,6 +108,7 @@ class TcpBackend(Backend):
         mesh: Mesh,
         crowd: Sequence[Member],
         nodes: Sequence[Sequence[int]] = (),
+        relayed: int = 0,
     ) -> None:
         self.gate = gate
         self.monitor = mesh.monitor
@@ -118,7 +122,7 @@ class TcpBackend(Backend):
         self._limits = default_limits(gate.size)
         if nodes:
             carried = CARRIED if len(nodes) <= GATHERED else 0
-            self._limits = self._limits._replace(payload=0, carried=carried, relayed=RELAYED)
+            self._limits = self._limits._replace(payload=0, carried=carried, relayed=relayed)
         self._record = GroupRecorder(gate.name, members, gate.rank, self.name, words.CONTEXT_WORDS)
         self._record.follow(words.CALLS, words.FINISHED, since=words.BEGAN)
         self.monitor.record = self._record
@@ -204,7 +208,7 @@ class TcpBackend(Backend):
             folds = reducer(folded(key.op, self.context.combines), key.dtype)[:2]
         plan, even = key.variant(call), None
         if key.variant is plan_for and KINDS[key.kind].is_by_pair and is_relayed(call):
-            even = PreparedPlan(key.word, call, relayed(call, plan_for))
+            even = PreparedPlan(key.word, call, plan_relayed(call, plan_for))
         if plan.carried and key.op is None:
             folds = reducer(ReduceOp.BOR, np.dtype(np.uint8))[:2]
         return PreparedPlan(key.word, call, plan, folds, even)

@@ -8,8 +8,7 @@ import numpy as np
 
 from ...core import signature
 from ...core.operands import Array
-from ...core.operations import BLOCKS_TO_BLOCKS, KINDS, Kind
-from ...core.partition import Span
+from ...core.operations import KINDS
 from ...kernels import waiting
 from ...kernels.primitives import address_of
 from ...kernels.shared_words import read
@@ -19,6 +18,7 @@ from .meet import AHEAD, PIGGYBACK_BYTES
 from .plans import plan as t
 from .plans.circulant import combine_headers, gather_headers, known_before
 from .plans.node_meeting import combine_by_nodes, nodes_before
+from .plans.relayed import parts_written
 from .plans.shape import HEADER_BYTES, MEET_RANKS, CallShape, Limits, relay
 
 BUDGET = 50_000_000  # ns after which the engine returns so that Python looks at signals, deadlines and peers
@@ -53,7 +53,7 @@ class PreparedPlan:
         self.sizes = gives, takes
         self.address: int
         self.call, self.plan, self.ready, self.even = call, plan, False, even
-        self.relays = _relays(call_shape, table)
+        self.relays = parts_written(call_shape, table)
         self.peers = sorted(set(moves[:, t.PEER].tolist()))
         self.rows_of_a_phase = _longest_run(table[:, t.PHASE])
         self.reduces_of_a_phase = _longest_run(table[kinds == t.REDUCE][:, t.PHASE])
@@ -82,7 +82,8 @@ class PreparedPlan:
         self._words[w.CARRIED] = plan.carried
         self._words[w.CARRIED_ITEMS] = plan.carried // (call_shape.itemsize if kind.reduces else 1)
         self._words[w.MOVES] = len(moves) > 0
-        self._words[w.SPLIT_ARRAY] = _split_array(kind)
+        split = w.BOTH if kind.takes_blocks and kind.gives_blocks else int(kind.gives_blocks)
+        self._words[w.SPLIT_ARRAY] = split if kind.has_blocks and not kind.root else -1
         self._words[w.BLOCK_BYTES] = call_shape.nbytes[0] if call_shape.nbytes else 0
         self._words[w.BLOCK] = call_shape.nbytes[0] if len(set(call_shape.nbytes)) == 1 else -1
         self._words[w.EVEN] = 0 if even is None else even.address
@@ -96,23 +97,6 @@ class PreparedPlan:
     @lacks_peers.setter
     def lacks_peers(self, lacks: bool) -> None:
         self._words[w.LACKS_PEERS] = lacks
-
-
-def _split_array(kind: Kind) -> int:
-    """Return which of two arrays of a fast call may hold the blocks of all ranks; see SPLIT_ARRAY."""
-    if kind.form == BLOCKS_TO_BLOCKS:
-        return w.BOTH
-    return (0 if kind.takes_blocks else 1) if kind.has_blocks and not kind.root else -1
-
-
-def _relays(shape: CallShape, table: Array) -> list[Span]:
-    """Return the parts of this rank's relay memory to which a plan writes: of what it gives, and of the result."""
-    own = relay(shape.size, next((node.index(shape.rank) for node in shape.nodes if shape.rank in node), 0))
-    rows = table[(table[:, t.BUFFER] == own) & np.isin(table[:, t.KIND], (t.COPY, t.FOLD, t.RECV, t.REDUCE))]
-    half = shape.limits.relayed
-    parts = [rows[rows[:, t.OFFSET] < half], rows[rows[:, t.OFFSET] >= half]]
-    ends = [int((part[:, t.OFFSET] + part[:, t.NBYTES]).max(initial=0)) for part in parts]
-    return [Span(begin, end - begin) for begin, end in zip((0, half), ends, strict=True) if end > 0]
 
 
 def _longest_run(phases: Array) -> int:
@@ -179,6 +163,9 @@ class NetContext:
         self.met = [peer for peer in range(size) if peer != rank]
         """The peers with which a meeting exchanges headers."""
         self._lines = self._keep(w.LINES, np.zeros(0, np.int64))
+        self._signals: dict[
+            int, int
+        ] = {}  # for the address of each line of relayed data, the rank that signals there
         self._no_line = np.zeros(frame // 8, np.int64)
         if self.combines:
             meeting = CallShape("barrier", size, rank, (), limits)
@@ -253,6 +240,8 @@ class NetContext:
     def share(self, lines: Sequence[int], relays: Sequence[int]) -> None:
         """Set the addresses of the node's lines and relay memories. Must be called before the first call."""
         self._lines = self._keep(w.LINES, np.array(lines, np.int64))
+        node = self._nodes[self._node]
+        self._signals = dict(zip(lines[len(node) + 1 :], [*node, node[0]], strict=True))
         self._buffers[relay(self.size, 0) :] = relays
 
     def running(self, prepared: PreparedPlan) -> PreparedPlan:
@@ -270,11 +259,10 @@ class NetContext:
         In the meeting, they are the ranks that have not posted their headers of the current call. If all have posted
         them, it is the first rank, which posts the result, unless this is the first rank.
         """
-        node, lines = self._nodes[self._node], self._lines.tolist()
+        node = self._nodes[self._node]
         if self[w.STAGE] == w.RUN:
-            place = lines.index(self[w.AWAITED]) - len(node) - 1
-            return [node[place % len(node)]]  # the first rank signals the result, in the last line
-        posted = map(read.call, lines[: len(node)])
+            return [rank for line, rank in self._signals.items() if line == self[w.AWAITED]]
+        posted = map(read.call, self._lines[: len(node)].tolist())
         late = [rank for rank, number in zip(node, posted, strict=False) if number < self[w.CALLS]]
         return late or [first for first in node[:1] if first != self.rank]
 

@@ -25,9 +25,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import accumulate, chain
 
+import numpy as np
+
 from ....core.operations import KINDS
 from ....core.partition import Span
-from .plan import SCRATCH, Location, Plan, Rows
+from .plan import BUFFER, COPY, FOLD, KIND, NBYTES, OFFSET, RECV, REDUCE, SCRATCH, Location, Plan, Rows, Table
 from .shape import CallShape, array, relay
 
 RELAYED = 256 << 10
@@ -41,7 +43,7 @@ Piece = tuple[Location, Location, int]
 """Where data go, where they are, and how many bytes they are."""
 
 
-class Relay:
+class Relaying:
     """One rank's place among the nodes, and the rows of its plan.
 
     Attributes:
@@ -154,7 +156,7 @@ class Relay:
         return self.rows.plan(self.scratch + plan.scratch)
 
 
-def _all_reduce(r: Relay) -> Plan:
+def _all_reduce(r: Relaying) -> Plan:
     nbytes, x = r.shape.total, (array(0), 0)
     if not r.is_first:
         return r.give_and_take([(r.given(r.place), x, nbytes)], [(x, r.result(), nbytes)])
@@ -162,14 +164,14 @@ def _all_reduce(r: Relay) -> Plan:
     return r.exchange((nbytes,), [r.result()], [(x, r.result(), nbytes)])
 
 
-def _reduce_node(r: Relay, x: Location) -> None:
+def _reduce_node(r: Relaying, x: Location) -> None:
     """Reduce the arrays of the node into the result; `x` is that of this rank, the first."""
     r.wait_for_all()
     operands = [x, *(r.given(place) for place in range(1, len(r.ranks)))]
     r.rows.fold(1, r.result(), r.shape.total, operands)
 
 
-def _reduce(r: Relay) -> Plan:
+def _reduce(r: Relaying) -> Plan:
     nbytes, out, x = r.shape.total, (array(0), 0), (array(1), 0)
     take = [(out, r.result(), nbytes)] if r.shape.is_root else []
     if not r.is_first:
@@ -178,7 +180,7 @@ def _reduce(r: Relay) -> Plan:
     return r.exchange((nbytes,), [r.result()] * 2, take, r.home_of(r.shape.root)[0])
 
 
-def _broadcast(r: Relay) -> Plan:
+def _broadcast(r: Relaying) -> Plan:
     nbytes, x = r.shape.total, (array(0), 0)
     home, place = r.home_of(r.shape.root)
     data = r.given(place) if r.node == home else r.result()
@@ -186,7 +188,7 @@ def _broadcast(r: Relay) -> Plan:
     return _from_root(r, [(data, x, nbytes)], take, (nbytes,), [data])
 
 
-def _scatter(r: Relay) -> Plan:
+def _scatter(r: Relaying) -> Plan:
     home, place = r.home_of(r.shape.root)
     give = r.from_blocks(lambda offset: r.given(place, offset), 1) if r.shape.is_root else []
     data = [r.result()]
@@ -200,7 +202,7 @@ def _scatter(r: Relay) -> Plan:
 
 
 def _from_root(
-    r: Relay, give: list[Piece], take: list[Piece], nbytes: tuple[int, ...], data: list[Location]
+    r: Relaying, give: list[Piece], take: list[Piece], nbytes: tuple[int, ...], data: list[Location]
 ) -> Plan:
     """Plan a broadcast or scatter: in the root's node, all ranks take from the root's relay memory."""
     home, place = r.home_of(r.shape.root)
@@ -216,7 +218,7 @@ def _from_root(
     return r.rows.plan()
 
 
-def _all_gather(r: Relay) -> Plan:
+def _all_gather(r: Relaying) -> Plan:
     x = (array(r.shape.size), 0)
     if not r.is_first:
         return r.give_and_take([(r.given(r.place), x, r.block.nbytes)], r.to_blocks(r.result))
@@ -225,14 +227,14 @@ def _all_gather(r: Relay) -> Plan:
     return r.exchange(tuple(span.nbytes for span in r.spans), [*outs, outs[r.node]], r.to_blocks(r.result))
 
 
-def _collect(r: Relay, x: Location) -> None:
+def _collect(r: Relaying, x: Location) -> None:
     """Copy the data of all ranks of the node to the result; those of this rank, the first, are at `x`."""
     r.wait_for_all()
     for place, rank in enumerate(r.ranks):
         r.rows.copy(1, r.result(r.at[rank]), r.given(place) if place else x, r.sizes[rank])
 
 
-def _gather(r: Relay) -> Plan:
+def _gather(r: Relaying) -> Plan:
     home, _ = r.home_of(r.shape.root)
     x = (array(r.shape.size if r.shape.is_root else 0), 0)
     take = r.to_blocks(r.result) if r.shape.is_root else []
@@ -245,7 +247,7 @@ def _gather(r: Relay) -> Plan:
     return r.exchange(tuple(span.nbytes for span in r.spans), [*outs, outs[home]], take, home)
 
 
-def _reduce_scatter(r: Relay) -> Plan:
+def _reduce_scatter(r: Relaying) -> Plan:
     give = r.from_blocks(lambda offset: r.given(r.place, offset), 1)
     take = [((array(0), 0), r.result(r.block.offset), r.block.nbytes)]
     if not r.is_first:
@@ -258,7 +260,7 @@ def _reduce_scatter(r: Relay) -> Plan:
     return r.exchange(tuple(span.nbytes for span in r.spans), [r.result(), *blocks], take)
 
 
-def _all_to_all(r: Relay) -> Plan:
+def _all_to_all(r: Relaying) -> Plan:
     """Blocks from a node are in the order of their givers, and those of a giver in the order of their takers."""
     size, nodes = r.shape.size, r.shape.nodes
     give = r.from_blocks(lambda offset: r.given(r.place, offset), size)
@@ -282,7 +284,7 @@ def _all_to_all(r: Relay) -> Plan:
     return r.exchange((*lengths, *sent), [*map(r.result, begins[:-1]), *blocks], take)
 
 
-_PLANS: dict[str, Callable[[Relay], Plan]] = {
+_PLANS: dict[str, Callable[[Relaying], Plan]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "broadcast": _broadcast,
@@ -316,4 +318,14 @@ def is_relayed(shape: CallShape) -> bool:
 
 def relayed(shape: CallShape, inner: Callable[[CallShape], Plan]) -> Plan:
     """Plan a call whose data are relayed; `inner` plans the call among the first ranks of the nodes."""
-    return _PLANS[shape.operation](Relay(shape, inner))
+    return _PLANS[shape.operation](Relaying(shape, inner))
+
+
+def parts_written(shape: CallShape, table: Table) -> list[Span]:
+    """Return the parts of this rank's relay memory to which a plan writes: of what it gives, and of the result."""
+    own = relay(shape.size, next((node.index(shape.rank) for node in shape.nodes if shape.rank in node), 0))
+    rows = table[(table[:, BUFFER] == own) & np.isin(table[:, KIND], (COPY, FOLD, RECV, REDUCE))]
+    half = shape.limits.relayed
+    parts = [rows[rows[:, OFFSET] < half], rows[rows[:, OFFSET] >= half]]
+    ends = [int((part[:, OFFSET] + part[:, NBYTES]).max(initial=0)) for part in parts]
+    return [Span(begin, end - begin) for begin, end in zip((0, half), ends, strict=True) if end > 0]
