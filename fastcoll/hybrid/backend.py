@@ -9,8 +9,8 @@ It consists of a TcpBackend of all ranks and two internal groups:
 Every call begins with a meeting of all ranks, which finds mismatches and missing ranks. In a group of more than FLAT
 ranks, the ranks of a node meet in shared memory, and one rank a node goes out (net/tcp/plans/node_meeting.py). That
 rank also moves the data of a small call (relayed.py); the internal groups move those of a large one. In a smaller
-group, the ranks meet as in any group over TCP, and the TcpBackend also moves the data of a small call. Kinds that are
-not in _ALGORITHMS use TCP between all ranks.
+group, the ranks meet as in any group over TCP, and the TcpBackend also moves the data of a small call. Large calls of
+kinds that are not in _ALGORITHMS use TCP between all ranks.
 """
 
 from __future__ import annotations

@@ -152,7 +152,8 @@ def _part_of(job: Job, old: ProcessGroup, met: Regrouped) -> tuple[ProcessGroup,
     """Make a group of the survivors, which keep their global ranks."""
     choice, rank = groups.backends[old], met.members.index(job.lease.members[job.lease.rank])
     name = f"{old.name.partition(_SHRUNK)[0]}{_SHRUNK}{len(met.members)}"
-    new = make_group(choice, PrefixStore("group", met.store), name, met.members, rank, old.timeout)
+    store, crowd = PrefixStore("group", met.store), job.lease.members
+    new = make_group(choice, store, name, met.members, rank, old.timeout, crowd)
 
     def settle() -> None:
         del groups.backends[old]

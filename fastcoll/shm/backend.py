@@ -147,7 +147,8 @@ class ShmBackend(Backend):
 
         They are the lines for headers, of each rank and then of the result, and those for relayed data, in this order.
         """
-        sections = [section - self._segment.layout.relay_at for section in self.relays()]
+        layout = self._segment.layout
+        sections = [self._segment.address + layout.section(rank) for rank in range(self.gate.size)]
         headers = [section + HEADER for section in sections]
         return [
             *headers,

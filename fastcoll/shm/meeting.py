@@ -21,7 +21,7 @@ from . import tuning_table
 from .autotune import allowed_algorithms
 from .layout import ALGORITHMS, ATTACHED, LINE, ONE_SHOT_LIMIT, QUOTA, Layout, plan
 from .reach import Reach
-from .segment import DIRECTORY, MOUNT, Segment, free_bytes, new_name, shortage, sweep, unlink
+from .segment import DIRECTORY, MOUNT, Segment, allocates_later, free_bytes, new_name, shortage, sweep, unlink
 from .tuning_cache import Conditions, Times, one_shot_limit
 
 _MASK_WORDS = LINE // 8 - 1  # 960 CPUs
@@ -56,7 +56,7 @@ def meet(
                 layout = choose_layout(len(members), relay)
                 name = new_name()
                 published = tuning_table.to_publish(len(members), layout.slot)
-                neighbours = neighbours_of(members, crowd)
+                neighbours = neighbours_of(members, crowd, members[rank].world_size)
                 segment = Segment.create(name, layout)
                 segment.words[ONE_SHOT_LIMIT] = one_shot_limit(len(members))
                 segment.words[ALGORITHMS] = allowed_algorithms()
@@ -103,10 +103,13 @@ def meet(
 
 
 def choose_layout(size: int, relay: int = 0) -> Layout:
-    """Plan a layout that fits into half of the free memory in /dev/shm, since other programs need some too."""
+    """Plan a layout that fits into half of the free memory in /dev/shm, since other programs need some too.
+
+    Relay memory counts if all memory is allocated at once; else only the little of it that is used will be allocated.
+    """
     wanted: int = config.get("FASTCOLL_SHM_BYTES_PER_RANK")
     try:
-        free = free_bytes() // 2 // size
+        free = free_bytes() // 2 // size - (0 if allocates_later() else relay)
     except FileNotFoundError as error:
         raise ResourceError(f"there is no {DIRECTORY}; {MOUNT}, or choose backend='tcp'") from error
     if wanted <= free:
@@ -114,7 +117,7 @@ def choose_layout(size: int, relay: int = 0) -> Layout:
     try:
         return plan(size, free, relay)
     except ResourceError as error:
-        raise ResourceError(shortage(size * wanted, "free what fills it")) from error
+        raise ResourceError(shortage(size * (wanted + relay), "free what fills it")) from error
 
 
 def await_all(

@@ -132,15 +132,17 @@ def cores_of(processes: Iterable[ProcessId]) -> set[int]:
     return cores
 
 
-def neighbours_of(members: Sequence[ProcessId], crowd: Iterable[ProcessId]) -> int:
-    """Count the processes of `crowd` that are not among `members`, but may run on one of their cores."""
-    cores, known = cores_of(members), {*map(_key, members)}
-    others = {_key(each): each for each in crowd if _key(each) not in known}
-    return sum(not cores.isdisjoint(cores_of([other])) for other in others.values())
+def neighbours_of(members: Sequence[ProcessId], crowd: Iterable[ProcessId], ranks: int = 0) -> int:
+    """Count the processes of `crowd` that are not among `members`, but may run on one of their cores.
 
-
-def _key(process: ProcessId) -> tuple[str, str, int]:
-    return process.boot_id, process.pid_namespace, process.pid
+    Args:
+        ranks: number of processes of the job. Those that are in neither of the two count, too.
+    """
+    cores, own = cores_of(members), [(each.boot_id, each.pid_namespace, each.pid) for each in members]
+    others = {(each.boot_id, each.pid_namespace, each.pid): each for each in crowd}
+    unknown = max(0, ranks - len({*own, *others}))
+    near = (each for key, each in others.items() if key not in own)
+    return unknown + sum(not cores.isdisjoint(cores_of([each])) for each in near)
 
 
 def have_own_cores(members: Sequence[ProcessId], crowd: Iterable[ProcessId] = ()) -> bool:

@@ -401,17 +401,22 @@ def test_every_layout_works_or_is_refused(rank, world_size):
     usable(rank, world_size)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(1, 2, 3)
 def test_overlapping_arrays_give_the_right_result(rank, world_size):
     n = 100_000
-    buffer = np.arange(world_size * n + 7, dtype="f8")
-    dist.reduce_scatter_tensor(buffer[7 : 7 + n], buffer[: world_size * n])
-    want = world_size * np.arange(rank * n, (rank + 1) * n)
-    np.testing.assert_array_equal(buffer[7 : 7 + n], want)
-    buffer = np.arange(world_size * n, dtype="f8") + rank
-    dist.all_gather_into_tensor(buffer, buffer[100 : 100 + n])
-    want = np.concatenate([np.arange(100, 100 + n) + r for r in range(world_size)])
-    np.testing.assert_array_equal(buffer, want)
+    for _ in range(2):  # the first call prepares the second
+        buffer = np.arange(world_size * n + 7, dtype="f8")
+        dist.reduce_scatter_tensor(buffer[7 : 7 + n], buffer[: world_size * n])
+        want = world_size * np.arange(rank * n, (rank + 1) * n)
+        np.testing.assert_array_equal(buffer[7 : 7 + n], want)
+        buffer = np.arange(world_size * n + 100, dtype="f8") + rank
+        dist.all_gather_into_tensor(buffer[: world_size * n], buffer[100 : 100 + n])
+        want = np.concatenate([np.arange(100, 100 + n) + r for r in range(world_size)])
+        np.testing.assert_array_equal(buffer[: world_size * n], want)
+        buffer = np.arange(world_size * n + 1, dtype="f8") + 0.25 * rank
+        dist.all_to_all_single(buffer[1:], buffer[:-1])
+        want = np.concatenate([np.arange(rank * n, (rank + 1) * n) + 0.25 * r for r in range(world_size)])
+        np.testing.assert_array_equal(buffer[1:], want)
 
 
 @pytest.mark.ranks(1, 2)

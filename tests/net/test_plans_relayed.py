@@ -178,15 +178,18 @@ def test_a_rank_allocates_only_the_relay_memory_that_it_needs() -> None:
         assert found == [first, other]
 
 
-def test_a_rank_names_the_rank_whose_signal_it_awaits() -> None:
-    """The lines of three ranks of a node: their headers and the result, then their data and the result."""
-    context = NetContext(5, 1, LIMITS, 1, 1, nodes=NODES["a surplus rank"])
-    words = np.zeros(8, np.int64)
-    lines = [address_of(words[number:]) for number in range(8)]
-    context.share(lines, [0, 0, 0])
-    context.words[w.STAGE] = w.RUN
-    for line, rank in zip(lines[4:], [0, 1, 2, 0], strict=True):
-        context.words[w.AWAITED] = line
-        assert context.waited_for == [rank]
-    context.drop_lines()
-    assert context.waited_for == [0]
+@pytest.mark.parametrize(("rank", "missing", "late"), [(0, [1, 2], [1, 2]), (0, [2], [2]), (1, [3], [0])])
+def test_a_rank_names_the_ranks_whose_signals_it_awaits(
+    rank: int, missing: list[int], late: list[int]
+) -> None:
+    """The lines of relayed data are those of the node's three ranks and of the result."""
+    case = case_of("all_reduce", NODES["a surplus rank"], 3)
+    prepared = PreparedPlan(0, case.shape(rank), build(case.shape(rank)))
+    context = NetContext(5, rank, LIMITS, 1, 1, nodes=NODES["a surplus rank"])
+    numbers = np.full(8, 7)  # of the last call that each line has, first those of headers
+    numbers[[4 + line for line in missing]] = 6
+    context.share([address_of(numbers[line:]) for line in range(8)], [0, 0, 0])
+    first = prepared.plan.table[:, t.PHASE] == 0
+    context.words[[w.STAGE, w.CALLS, w.AWAITED]] = w.RUN, 7, 1
+    context.words[[w.RUNNING, w.PHASE, w.PHASE_END]] = prepared.address, 0, first.sum()
+    assert context.waited_for == late

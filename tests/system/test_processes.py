@@ -44,3 +44,4 @@ def test_neighbours_are_other_processes_on_the_same_cores(
     assert processes.neighbours_of(chosen, [*five, *five]) == neighbours  # each counts once
     assert processes.have_own_cores(chosen, five) is own
     assert processes.have_own_cores(chosen)  # nobody else uses their cores
+    assert processes.neighbours_of(chosen, [], len(chosen) + 3) == 3  # ranks that this one does not know

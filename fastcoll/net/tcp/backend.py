@@ -44,9 +44,9 @@ from .context import NetContext, PreparedPlan
 from .fast import fast_calls, folded
 from .mesh import Mesh
 from .pipe import TcpPipe
-from .plans.choose import nothing, plan_for
+from .plans.choose import chosen, nothing, plan_for
 from .plans.narrowed import plans_of
-from .plans.node_meeting import CARRIED, GATHERED, is_carried
+from .plans.node_meeting import CARRIED, GATHERED
 from .plans.plan import Plan
 from .plans.relayed import is_relayed
 from .plans.relayed import relayed as plan_relayed
@@ -195,7 +195,7 @@ class TcpBackend(Backend):
                     if cause := self._earlier_mismatch():
                         raise cause from error
             elif not prepared.ready:
-                self.interrupted(error, f"connecting the ranks of group {self.gate.name!r}")
+                self.interrupted(error, f"preparing a call of group {self.gate.name!r}")
             raise
         finally:
             if self._releases_later:
@@ -408,8 +408,7 @@ class TcpBackend(Backend):
             return False
         nbytes = tuple(x.nbytes for x in sized(kind, outputs, inputs))
         key = CallKey(kind, (outputs or inputs)[0].dtype, op, root, nbytes, tuple(parts), plan_for)
-        shape = self._shape_of(key)
-        return is_carried(shape) or is_relayed(shape)
+        return chosen(self._shape_of(key)) in ("carried", "relayed")
 
     def run_prepared(self, key: Any, arrays: tuple[Array, ...]) -> bool:
         """Carry out a call that was prepared before, unless other calls are queued.

@@ -1,11 +1,13 @@
-"""The meeting of more than 16 ranks: headers are combined on their way, so each rank sends and receives few bytes.
+"""The meeting of a large group: headers are combined on their way, so each rank sends and receives few bytes.
 
 A *combination* of several ranks' headers is itself a header. It has the call word and shape of one of these ranks, the
 sum of their balances (core/signature.py), whether any two of their headers differ, and the size of their blocks. The
 plan of the exchange is in plans/circulant.py: in each of ceil(log2 n) rounds, a rank sends one header. Then every rank
 has a combination of all headers, whose balance is 0 if all sizes match. If it shows that the calls do not match, the
-ranks exchange all headers unchanged, so that each rank's error can name the calls of all ranks. In groups of more than
-16 ranks, every call waits for all ranks, and nothing is attached to headers.
+ranks exchange all headers unchanged, so that each rank's error can name the calls of all ranks. Every call waits for
+all ranks, and nothing is attached to headers, but they may carry data (plans/node_meeting.py).
+
+A group is large if it has more than MEET_RANKS ranks, or meets by nodes.
 """
 
 from __future__ import annotations

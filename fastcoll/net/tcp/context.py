@@ -132,7 +132,7 @@ class NetContext:
         self.combines = size > MEET_RANKS or len(nodes) > 0
         self._nodes = nodes or [(each,) for each in range(size)]
         self._node = next(number for number, node in enumerate(self._nodes) if rank in node)
-        self.size, self.rank, self.streams = size, rank, streams
+        self.size, self.rank, self.streams, self._relayed = size, rank, streams, limits.relayed
         frame = limits.stride
         self.words = np.zeros(w.CONTEXT_WORDS, np.int64) if words is None else words
         self.address = address_of(self.words)
@@ -163,9 +163,6 @@ class NetContext:
         self.met = [peer for peer in range(size) if peer != rank]
         """The peers with which a meeting exchanges headers."""
         self._lines = self._keep(w.LINES, np.zeros(0, np.int64))
-        self._signals: dict[
-            int, int
-        ] = {}  # for the address of each line of relayed data, the rank that signals there
         self._no_line = np.zeros(frame // 8, np.int64)
         if self.combines:
             meeting = CallShape("barrier", size, rank, (), limits)
@@ -240,8 +237,6 @@ class NetContext:
     def share(self, lines: Sequence[int], relays: Sequence[int]) -> None:
         """Set the addresses of the node's lines and relay memories. Must be called before the first call."""
         self._lines = self._keep(w.LINES, np.array(lines, np.int64))
-        node = self._nodes[self._node]
-        self._signals = dict(zip(lines[len(node) + 1 :], [*node, node[0]], strict=True))
         self._buffers[relay(self.size, 0) :] = relays
 
     def running(self, prepared: PreparedPlan) -> PreparedPlan:
@@ -250,8 +245,10 @@ class NetContext:
         return even if even is not None and self[w.RUNNING] == even.address else prepared
 
     def drop_lines(self) -> None:
-        """Stop using the node's lines, so that their memory may be unmapped. The engine must not be running."""
+        """Stop using the node's lines and relay memory, which may then be unmapped. The engine must not be running."""
         self._lines[:] = address_of(self._no_line)
+        self._no_relay = np.zeros(2 * self._relayed, np.uint8)
+        self._buffers[relay(self.size, 0) :] = address_of(self._no_relay)
 
     def _awaited_here(self) -> list[int]:
         """Return the ranks of this node for whose lines this rank waits.
@@ -261,7 +258,12 @@ class NetContext:
         """
         node = self._nodes[self._node]
         if self[w.STAGE] == w.RUN:
-            return [rank for line, rank in self._signals.items() if line == self[w.AWAITED]]
+            table, columns = read.call(self[w.RUNNING] + 8 * w.TABLE), 8 * t.COLUMNS
+            rows = range(table + columns * self[w.PHASE], table + columns * self[w.PHASE_END], columns)
+            awaited = [read.call(row + 8 * t.PEER) for row in rows if read.call(row + 8 * t.KIND) == t.WAIT]
+            late = [line for line in awaited if read.call(int(self._lines[line])) < self[w.CALLS]]
+            # The lines of relayed data follow those of headers; the first rank signals the result, in the last line.
+            return [node[(line - 1) % len(node)] for line in late]
         posted = map(read.call, self._lines[: len(node)].tolist())
         late = [rank for rank, number in zip(node, posted, strict=False) if number < self[w.CALLS]]
         return late or [first for first in node[:1] if first != self.rank]

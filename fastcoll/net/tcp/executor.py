@@ -384,16 +384,18 @@ def _note_arrays(c, d, table):
     for k in range(given):
         store_word(buffers, k, word_at(word_at(table + ITEMS + 8 * k) + DATA))
     size, split = load_word(c, w.SIZE), load_word(d, w.SPLIT_ARRAY)
-    if given != 2 or split < 0 or size == 1:
+    if given != 2 or split < 0:
         return True
     progress = load_word(d, w.BLOCK_BYTES)
+    out, x = load_word(buffers, 0), load_word(buffers, 1)
+    if size == 1:
+        return out == x or out + progress <= x or x + progress <= out
     if split == w.BOTH:
-        out, x = load_word(buffers, 0), load_word(buffers, 1)
         for k in range(size):
             store_word(buffers, k, out + k * progress)
             store_word(buffers, size + k, x + k * progress)
         return out + size * progress <= x or x + size * progress <= out
-    first, other = load_word(buffers, split), load_word(buffers, 1 - split)
+    first, other = (out, x) if split == 0 else (x, out)
     for k in range(size):
         store_word(buffers, split + k, first + k * progress)
     if split == 0:

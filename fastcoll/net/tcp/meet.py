@@ -6,7 +6,7 @@
     HEAD_SHAPE      bytes that this rank contributes
     HEAD_BALANCE    hash of the sizes sent minus hash of those expected; if all match, the sum over all ranks is 0
     HEAD_ATTACHED   bytes that follow this header
-    HEAD_DIFFERS    not 0 if this header combines others that differ (combine.py, for more than 16 ranks)
+    HEAD_DIFFERS    not 0 if this header combines others that differ (combine.py)
     HEAD_BLOCK      bytes of each array whose size is compared; -1 if they, or those of combined headers, differ in size
 
 A header and the data behind it are a *frame*. A *synchronising* call waits for the headers of all ranks. All ranks

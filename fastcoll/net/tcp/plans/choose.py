@@ -3,7 +3,8 @@
     data that fits behind the headers        attached: each rank sends its data together with the header of its call
     or behind combined headers               carried: whoever combines headers reduces the data (node_meeting.py)
     small data of a group by nodes           relayed: by one rank of each node (relayed.py)
-    gather, scatter, all_to_all              direct: each rank exchanges data with every other
+    gather, scatter, all_to_all              direct: each rank exchanges data with every other; in a group by nodes,
+                                             the backend relays small data if all blocks have one size
     two ranks, all_reduce                    recursive doubling up to EXCHANGED bytes, direct beyond
     two ranks, reduce, scan, exscan          complete arrays: ranks do not divide their arrays into slices
     up to MEET_RANKS ranks                   direct

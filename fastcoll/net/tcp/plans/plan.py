@@ -149,6 +149,7 @@ class Rows:
         """
 
         def place(buffer: int, offset: int) -> Location:
+            assert buffer != FRAMES, "a plan without payloads reads no frames"
             begin = (SCRATCH, scratch) if buffer == SCRATCH else arrays[buffer - FIRST_ARRAY]
             return begin[0], begin[1] + offset
 

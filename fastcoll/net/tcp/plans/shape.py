@@ -11,8 +11,8 @@ from .plan import FIRST_ARRAY, FRAMES, SCRATCH, Location
 
 HEADER_BYTES = 64  # of a header in the meeting: a cache line, so that the data behind the header is aligned
 MEET_RANKS = 16
-"""In a group of at most this many ranks, each rank sends its header, and small data with it, to every other. Larger
-groups combine headers in rounds (combine.py)."""
+"""In a group of at most this many ranks, each rank sends its header, and small data with it, to every other, unless
+the ranks meet by nodes (node_meeting.py). Larger groups combine headers in rounds (combine.py)."""
 
 
 class Limits(NamedTuple):
