@@ -107,9 +107,11 @@ def fast_methods(
     made = {}
     for kind in kinds:
         row = KINDS[kind]
-        names = [f"{kind}_single"] if row.has_blocks else [kind]
         make = _MAKERS[row.form, row.root != "", row.reduces]
-        for name in [*names, kind] if row.has_blocks and row.root else names:
+        names = [f"{kind}_single"] if row.has_blocks else [kind]
+        if row.has_blocks and row.root:
+            names.append(kind)
+        for name in names:
             made[name] = make(kind, getattr(group, name), group.size, run, folds, variant)
     return made
 

@@ -57,9 +57,9 @@ from ..system.processes import Member, Topology
 
 FLAT = 4
 """Largest number of ranks that exchange headers over TCP in one step, and with them small data. With two nodes of two
-ranks, that is one step over the network instead of two for data that headers cannot carry. With two nodes of four
-ranks (two cores of an AMD EPYC for all), an all_reduce of 8 bytes takes 90 us if the ranks meet by nodes, and 272 us
-if they do not; one of 64 KiB takes 200 us and 1034 us."""
+ranks, that is one step over the network instead of two for data that headers cannot carry. With two simulated
+nodes of four ranks (two cores of an AMD EPYC for all), an all_reduce of 8 bytes takes 73 us if the ranks meet by nodes,
+and 273 us if they do not; one of 64 KiB takes 162 us and 763 us."""
 DIRECT = 512 << 10
 """Bytes up to which groups of at most FLAT ranks use TCP between all ranks. On two hosts with two ranks each (one
 core per host, AMD EPYC), an all_reduce of 256 KiB takes 480 us by the internal groups and 370 us by TCP between all

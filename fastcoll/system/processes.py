@@ -138,10 +138,12 @@ def neighbours_of(members: Sequence[ProcessId], crowd: Iterable[ProcessId], rank
     Args:
         ranks: number of processes of the job. Those that are in neither of the two count, too.
     """
-    cores, own = cores_of(members), [(each.boot_id, each.pid_namespace, each.pid) for each in members]
-    others = {(each.boot_id, each.pid_namespace, each.pid): each for each in crowd}
-    unknown = max(0, ranks - len({*own, *others}))
-    near = (each for key, each in others.items() if key not in own)
+    cores = cores_of(members)
+    own, known = (
+        {(each.boot_id, each.pid_namespace, each.pid): each for each in some} for some in (members, crowd)
+    )
+    near = (known[key] for key in known.keys() - own.keys())
+    unknown = max(0, ranks - len(own.keys() | known.keys()))
     return unknown + sum(not cores.isdisjoint(cores_of([each])) for each in near)
 
 

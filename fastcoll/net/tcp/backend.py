@@ -245,8 +245,9 @@ class TcpBackend(Backend):
         """
         self.context.make_room(prepared)
         plans = [prepared] if prepared.even is None else [prepared, prepared.even]
-        for span in (span for plan in plans for span in plan.relays):
-            self._allocate_relay(*span)
+        for plan in plans:
+            for span in plan.relays:
+                self._allocate_relay(*span)
         what = self.gate.name_of(
             signature.describe(prepared.call, prepared.shape), self.context[words.CALLS] + 1
         )

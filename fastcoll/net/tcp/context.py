@@ -35,7 +35,7 @@ class PreparedPlan:
         sizes: the bytes that this rank sends to each rank, and the bytes that it expects from each rank.
         peers: the ranks with which the plan exchanges data.
         ready: whether this rank has connections with all peers of the meeting, and memory for the plan.
-        even: what is carried out instead if all blocks of all ranks have one size; or None.
+        even: the call that the engine makes instead if all blocks of all ranks have one size; or None.
         relays: the parts of this rank's relay memory to which the plan writes.
     """
 
@@ -240,7 +240,7 @@ class NetContext:
         self._buffers[relay(self.size, 0) :] = relays
 
     def running(self, prepared: PreparedPlan) -> PreparedPlan:
-        """Return what the engine carries out of a prepared call: the call itself, or its `even`."""
+        """Return the call that the engine makes for a prepared call: that call, or its `even`."""
         even = prepared.even
         return even if even is not None and self[w.RUNNING] == even.address else prepared
 
@@ -254,7 +254,8 @@ class NetContext:
         """Return the ranks of this node for whose lines this rank waits.
 
         In the meeting, they are the ranks that have not posted their headers of the current call. If all have posted
-        them, it is the first rank, which posts the result, unless this is the first rank.
+        them, it is the first rank, which posts the result, unless this is the first rank. After the meeting, they are
+        the ranks whose signals of relayed data this rank lacks.
         """
         node = self._nodes[self._node]
         if self[w.STAGE] == w.RUN:

@@ -59,7 +59,9 @@ GATHERING = NEXT + 12
 # waits, 0 if it waits for connections.
 LINES, AWAITED = NEXT + 13, NEXT + 14
 CARRYING = NEXT + 15  # address of the prepared call whose data the combined headers carry; 0: none
-RUNNING = NEXT + 16  # address of the prepared call whose plan is carried out: the current one, or its EVEN
+RUNNING = (
+    NEXT + 16
+)  # address of the prepared call whose plan runs after the meeting: the current one, or its EVEN
 CONTEXT_WORDS = NEXT + 17
 
 # ---- a prepared call ----------------------------------------------------------------------------------
@@ -77,7 +79,9 @@ LACKS_PEERS = 14  # whether connections with peers of the plan may be missing; t
 # The bytes of data that combined headers carry, and how many items they are for the REDUCER (plans/node_meeting.py).
 CARRIED, CARRIED_ITEMS = 15, 16
 BLOCK = 17  # see HEAD_BLOCK in meet.py
-EVEN = 18  # address of the prepared call to carry out if all blocks of all ranks have one size; 0: this one
+EVEN = (
+    18  # address of the call that the engine makes instead if all blocks of all ranks have one size; 0: none
+)
 PREPARED_WORDS = 19
 
 BOTH = 2

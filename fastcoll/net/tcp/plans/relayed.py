@@ -36,8 +36,8 @@ RELAYED = 256 << 10
 """The `Limits.relayed` of a group whose ranks meet by nodes."""
 _FOLDED = 4
 """A first rank reduces at most this many times `Limits.relayed`: larger data are divided among the ranks of the node.
-With two nodes of four ranks (two cores of an AMD EPYC for all), an all_reduce of 256 KiB takes 0.28 ms if it is
-relayed, and 0.66 ms by the internal groups. It has not been measured where each rank has a core."""
+With two simulated nodes of four ranks (two cores of an AMD EPYC for all), an all_reduce of 256 KiB takes 0.28 ms if it
+is relayed, and 0.66 ms by the internal groups. It has not been measured where each rank has a core."""
 
 Piece = tuple[Location, Location, int]
 """Where data go, where they are, and how many bytes they are."""
