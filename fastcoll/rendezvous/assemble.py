@@ -42,6 +42,9 @@ _PUBLISH_SECONDS = 2.0
 # The larger its argument `crowd` is, the less often `fetch_for` polls and calls `between`. A meeting passes at most
 # this number, so that a multicast leader, which announces itself in `between`, does so often enough.
 _MOST_AT_ONCE = 1000
+# If a meeting has more members than this, only place 0, which knows who is missing, warns about late members. The
+# others warn only while place 0 itself is missing. So a late member of a thousand is not reported a thousand times.
+_ALL_WARN = 32
 # Errors that a member publishes. A broken connection or a lost store is not published, because all members detect it.
 _PUBLISHED: dict[str, type[FastcollError]] = {
     kind.__name__: kind
@@ -261,6 +264,8 @@ class Meeting:
         """Raise a failure that was published, and read new contributions. Called between two short waits."""
         sought = list(self._sought)
         self._learn(sought, self._look_at([self.key_of(place) for place in sought]))
+        if self.place and not self._sought and self.size > _ALL_WARN:
+            self._late_warning.silence()
         self.look_at_missing(list(self._sought))
         if self.place == 0 and self._published_missing != (missing := self.missing()):
             self._published_missing = missing

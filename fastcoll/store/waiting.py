@@ -43,8 +43,12 @@ class LateWarning:
         """
         waited = time.monotonic() - self._started
         if waited >= self._after:
-            self._after = math.inf
+            self.silence()
             logger.warning("%s: has waited %.1f s for %s", doing, waited, missing())
+
+    def silence(self) -> None:
+        """Log no warning from now on."""
+        self._after = math.inf
 
 
 def fetch_for(

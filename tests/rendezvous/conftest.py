@@ -112,13 +112,23 @@ class Clock:
         return time.monotonic() + self.ahead
 
     def warnings_after(
-        self, seconds: float, caplog: pytest.LogCaptureFixture, count: int, more: float
+        self,
+        seconds: float,
+        caplog: pytest.LogCaptureFixture,
+        count: int,
+        more: float,
+        warnings: int | None = None,
     ) -> list[str]:
-        """Once `count` waits have begun, advance the time until all warn, then by `more`; return the warnings."""
+        """Once `count` waits have begun, advance the time until all warn, then by `more`; return the warnings.
+
+        `warnings`: how many waits warn; None: all.
+        """
         assert all(self.waits.acquire(timeout=DEADLINE) for _ in range(count))
         self.ahead += seconds
         end = time.monotonic() + DEADLINE
-        while len(found := [each.message for each in caplog.records if "has waited" in each.message]) < count:
+        while len(found := [each.message for each in caplog.records if "has waited" in each.message]) < (
+            count if warnings is None else warnings
+        ):
             assert time.monotonic() < end, caplog.text
             time.sleep(0.005)
         self.ahead += more

@@ -130,6 +130,30 @@ def test_a_missing_rank_is_named_in_a_warning_and_the_error(
     assert all("2, 4" in message for message in warned), warned
 
 
+@pytest.mark.parametrize(("came", "warn"), [([0, 1, 2], [0]), ([1, 2], [1, 2])])
+def test_of_many_ranks_only_rank_0_warns_once_it_has_come(
+    store: HashStore,
+    in_threads,
+    clock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    came: list[int],
+    warn: list[int],
+) -> None:
+    monkeypatch.setenv("FASTCOLL_WARN_AFTER", "300")
+    joins = [partial(join, store, rank, 33, "shm", 600) for rank in came]
+
+    def let_time_pass() -> list[str]:
+        if came[0] == 0:
+            store.wait(["join/missing"])
+        return clock.warnings_after(400, caplog, len(joins), 400, len(warn))
+
+    *errors, warned = in_threads(*joins, let_time_pass)
+    assert all(isinstance(error, StoreTimeoutError) for error in errors), errors
+    said = sorted({each.message for each in caplog.records if "has waited" in each.message} | set(warned))
+    assert [each.partition(" (pid")[0] for each in said] == [f"joining as rank {rank}" for rank in warn]
+
+
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_registered_rank_that_is_killed_is_named(processes, in_threads, victim: int) -> None:
     with TCPStore("127.0.0.1", 0, is_master=True) as store:
