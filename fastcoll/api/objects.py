@@ -7,14 +7,16 @@ only.
 
 Every operation first exchanges the sizes of the pickles, then their bytes. Both have dtypes that no user's array has,
 so they match no call on arrays. If an object cannot be pickled, a collective fails on all ranks before it exchanges
-sizes; `send_object_list` sends the size `_FAILED` instead of the message, so that both sides raise. In both cases the
-group stays usable.
+sizes; `send_object_list` sends the size `_FAILED` instead of the message, so that both sides raise. If a rank has no
+memory for the bytes, the call fails in the same way after it has exchanged the sizes. In all cases the group stays
+usable.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from numpy.typing import NDArray
 from .. import config
 from ..core.group import ProcessGroup
 from ..core.signature import OBJECT_BYTES, OBJECT_SIZES
-from ..errors import AbortedError, UnavailableError, UsageError
+from ..errors import MismatchError, ResourceError, UnavailableError, UsageError
 from ..job.groups import Group, group_rank, member_of
 
 _FAILED = -1
@@ -55,7 +57,9 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
     with g.preparing("all_gather_object"):
         _check_list("object_list", object_list, size=g.size)
         own = _pack(obj)
-    parts = [_room(size, g, rank) for rank, size in enumerate(_share_sizes(g, own))]
+    sizes = _share_sizes(g, own)
+    with g.preparing("all_gather_object"):
+        parts = _rooms(sizes, g)
     g.fast.all_gather(parts, own)
     object_list[:] = map(_unpack, parts)
 
@@ -84,7 +88,8 @@ def gather_object(
             _check_list("object_gather_list", object_gather_list, size=g.size)
         own = _pack(obj)
     sizes = _share_sizes(g, own)
-    parts = [_room(size, g, rank) for rank, size in enumerate(sizes)] if g.rank == root else None
+    with g.preparing("gather_object"):
+        parts = _rooms(sizes, g) if g.rank == root else None
     g.fast.gather(own, parts, root)
     if parts is not None and object_gather_list is not None:
         object_gather_list[:] = map(_unpack, parts)
@@ -113,7 +118,8 @@ def broadcast_object_list(
         root = g.checked_rank("src", group_rank(g, "src", src, group_src, 0))
         parts = [_pack(obj) for obj in object_list] if g.rank == root else None
     sizes = _announce_sizes(g, parts, len(object_list), root)
-    data = _room(sizes.sum(), g, root) if parts is None else _joined(parts)
+    with g.preparing("broadcast_object_list"):
+        data = _room(sizes.sum(), g, root) if parts is None else _joined(parts)
     g.fast.broadcast(data, root)
     if parts is None:
         object_list[:] = map(_unpack, _cut(data, sizes))
@@ -148,7 +154,8 @@ def scatter_object_list(
             _check_list("scatter_object_input_list", given, Sequence, g.size)
             parts = [_pack(obj) for obj in given]
     sizes = _announce_sizes(g, parts, g.size, root)
-    own = _room(sizes[g.rank], g, root)
+    with g.preparing("scatter_object_list"):
+        own = _room(sizes[g.rank], g, root)
     g.fast.scatter(own, parts, root)
     scatter_object_output_list[0] = _unpack(own)
 
@@ -215,7 +222,12 @@ def recv_object_list(
         raise UsageError(
             f"rank {g.ranks[sender]} could not send its objects; the error on that rank says why"
         )
-    data = _room(sizes.sum(), g, sender)
+    try:
+        data = _room(sizes.sum(), g, sender)
+    except ResourceError:
+        with suppress(MismatchError):  # drops the message; the sender raises this error, too
+            g.p2p.recv_objects(np.empty(0, np.uint8), sender)
+        raise
     g.p2p.recv_objects(data.view(np.uint8), sender)
     object_list[:] = map(_unpack, _cut(data, sizes))
     return g.ranks[sender]
@@ -239,14 +251,18 @@ def _pack(obj: Any) -> Bytes:
 
 
 def _room(size: int, g: ProcessGroup, sender: int) -> Bytes:
-    """Return room for `size` bytes of objects; AbortedError: group rank `sender` has sent an impossible size."""
+    """Return room for the `size` bytes of objects of group rank `sender`; ResourceError: there is no memory."""
     try:
         return np.empty(size, OBJECT_BYTES)
     except (MemoryError, ValueError) as error:
-        who = g.ranks[sender]
-        raise AbortedError(
-            f"rank {who} announced {size} bytes of objects, for which there is no memory", [who]
+        raise ResourceError(
+            f"rank {g.ranks[sender]} announced {size} bytes of objects, for which there is no memory"
         ) from error
+
+
+def _rooms(sizes: Sizes, g: ProcessGroup) -> list[Bytes]:
+    """Return room for the bytes of each rank; ResourceError: there is no memory."""
+    return [_room(size, g, rank) for rank, size in enumerate(sizes)]
 
 
 def _sizes_of(parts: Sequence[Bytes]) -> Sizes:

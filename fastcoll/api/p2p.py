@@ -301,8 +301,12 @@ def sendrecv(
         UsageError: an argument is wrong, or the array cannot hold the message (MismatchError); the group stays usable.
         GroupError: a peer died, left or did not call in time.
     """
-    if group is not None and member_of(group, "sendrecv") is None:
+    g = groups.world if group is None else member_of(group, "sendrecv")
+    if g is None:
         return -1
+    if not is_message(output, src, recv_tag, g.size):
+        # A wrong argument raises before the message is sent.
+        g.p2p.recv_init(output, _sender(g, src, None), recv_tag, None)
     sent = isend(input, dst, group, send_tag)
     source = recv(output, src, group, recv_tag)
     sent.wait()

@@ -57,12 +57,13 @@ def on_root(
         if given if is_list else given is not None:
             expected = "None or empty" if is_list else "None"
             raise UsageError(
-                f"{what} must be {expected} on rank {group.rank}; only the root (rank {root}) gives it"
+                f"{what} must be {expected} on rank {group.ranks[group.rank]}; only the root (rank "
+                f"{group.ranks[root]}) gives it"
             )
         return (), ()
     if given is None:
         cure = f"a list of {group.size} arrays" if is_list else f"{group.size} times the elements of tensor"
-        raise UsageError(f"{what} is None on the root (group rank {root}); give {cure}")
+        raise UsageError(f"{what} is None on the root (rank {group.ranks[root]}); give {cure}")
     if not is_list:
         single = group.import_array(given, writable=writable, what=what)
         return (single,), operands.equal_blocks(what, single.array, "tensor", own.array, group.size)

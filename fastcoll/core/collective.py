@@ -69,7 +69,7 @@ class Collective:
         For example, `all_reduce(float32, 4 elements, op=SUM), call 12 of group 'world'`.
         """
         number, call, shape = self._head()
-        return self._gate.name_of(signature.describe(call, shape), number)
+        return self._gate.name_of(signature.describe(call, shape, self._gate.ranks), number)
 
     def wait(self, timeout: float | None, started: float | None = None) -> CallWait:
         """Return the wait of a call.

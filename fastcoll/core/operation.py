@@ -51,9 +51,9 @@ def then_split(call: Call, flat: Any, outs: Sequence[Any]) -> Call:
 
     def run() -> None:
         call()
-        start = 0
+        results, start = flat.reshape(-1), 0
         for out in outs:
-            out.reshape(-1)[...] = flat[start : start + out.size]
+            out.reshape(-1)[...] = results[start : start + out.size]
             start += out.size
 
     return run

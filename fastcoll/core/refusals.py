@@ -30,6 +30,14 @@ class Preparing:
         if isinstance(error, Exception):
             refuse(self._gate, self._planned, self._name, error)
 
+    def refuse_inside(self, error: Exception) -> None:
+        """Inform the peers that this rank refuses the next collective of a call that has several. Wait for them.
+
+        The function of the call, which the gate runs, calls this.
+        """
+        if self._gate.size > 1:
+            _meet(self._gate, self._planned(Operation("refused")), self._name, error)
+
 
 def refuse(gate: Gate, planned: Callable[[Operation], Call], name: str, error: Exception) -> None:
     """Inform the peers that this rank has refused its collective call `name`, without waiting for them.
@@ -40,17 +48,17 @@ def refuse(gate: Gate, planned: Callable[[Operation], Call], name: str, error: E
     """
     if gate.size == 1 or gate.failure is not None or gate.closed or gate.is_inside():
         return
-    text = f"rank {gate.ranks[gate.rank]}'s {name} was refused: {type(error).__name__}: {error}"
-    meeting = planned(Operation("refused"))
-
-    def call() -> None:
-        gate.refusal = text
-        try:
-            meeting()
-        except MismatchError:
-            pass  # the peers raise it; this rank has raised the refusal itself
-        finally:
-            gate.refusal = ""
-
+    call = partial(_meet, gate, planned(Operation("refused")), name, error)
     with suppress(RuntimeError):  # the group was closed meanwhile, or no thread can be started
         gate.submit(f"the refused {name}", partial(gate.run_exclusively, call), observed=True)
+
+
+def _meet(gate: Gate, meeting: Call, name: str, error: Exception) -> None:
+    """Make the call `meeting` of the kind "refused"; it gives the peers the reason."""
+    gate.refusal = f"rank {gate.ranks[gate.rank]}'s {name} was refused: {type(error).__name__}: {error}"
+    try:
+        meeting()
+    except MismatchError:
+        pass  # the peers raise it; this rank raises the refusal itself
+    finally:
+        gate.refusal = ""

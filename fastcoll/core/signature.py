@@ -102,8 +102,19 @@ def dtype_code(dtype: np.dtype[Any] | None) -> int:
         return 0
     if dtype.isnative and dtype.name in _DTYPES:
         return _DTYPES.index(dtype.name)
-    checksum = zlib.crc32(repr(dtype).encode())
+    checksum = zlib.crc32(_canonical(dtype).encode())
     return _OTHER_DTYPE | checksum & 0x7F | (checksum >> 7 & _OTHER_BITS) << 8
+
+
+def _canonical(dtype: np.dtype[Any]) -> str:
+    """Return a text that is equal for equal dtypes. Their `repr` may differ, for example in metadata."""
+    if dtype.subdtype is not None:
+        return f"({_canonical(dtype.subdtype[0])}, {dtype.subdtype[1]})"
+    if dtype.fields is None:
+        return f"{dtype.name} {dtype.str}"
+    fields = ((name, dtype.fields[name]) for name in dtype.names or ())
+    inner = ", ".join(f"{name!r} at {field[1]}: {_canonical(field[0])}" for name, field in fields)
+    return f"{{{inner}; {dtype.itemsize}}}"
 
 
 def itemsize_of(code: int) -> int:
@@ -131,10 +142,11 @@ def operation_of(call: int) -> str:
     return f"{name}_coalesced" if call & COALESCED else name
 
 
-def describe(call: int, shape: int) -> str:
+def describe(call: int, shape: int, ranks: Sequence[int] = ()) -> str:
     """Format a call for error texts, for example `all_reduce(float32, 3 elements, op=SUM)`.
 
-    A `call` of 0 means that the rank has not published its call yet.
+    A `call` of 0 means that the rank has not published its call yet. `ranks` are the global ranks of the group's
+    members; without them, the root is shown as a rank in the group.
     """
     if not call:
         return "a call that is not published yet"
@@ -160,7 +172,8 @@ def describe(call: int, shape: int) -> str:
     if kind.reduces and (redop := call >> OP_SHIFT & 0xFFFF):
         parts.append("op=" + (NAMES[redop] if redop < CUSTOM else f"custom {redop - CUSTOM:#x}"))
     if kind.root:
-        parts.append(f"root={call >> ROOT_SHIFT & 0xFFFF}")
+        root = call >> ROOT_SHIFT & 0xFFFF  # a peer's call word may have any root
+        parts.append(f"root={ranks[root] if root < len(ranks) else root}")
     if symmetric:
         parts.append("in symmetric memory")
     if call & COALESCED:
@@ -179,7 +192,7 @@ def describe_differences(calls: Sequence[tuple[int, int]], ranks: Sequence[int])
     for rank, call in zip(ranks, calls, strict=True):
         groups.setdefault(call, []).append(rank)
     return "; ".join(
-        f"rank{'s' if len(members) > 1 else ''} {', '.join(map(str, members))} called {describe(*call)}"
+        f"rank{'s' if len(members) > 1 else ''} {', '.join(map(str, members))} called {describe(*call, ranks)}"
         for call, members in groups.items()
     )
 

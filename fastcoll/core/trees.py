@@ -55,7 +55,7 @@ class Tree(ImportedArray):
             raise ArrayError(
                 "some arrays of the tree are on a GPU and some are not; make a call for each kind"
             )
-        self._apart = [] if self.on_gpu else sorted(_large_and_apart(self.arrays))
+        self._apart = [] if self.on_gpu else [k for k, x in enumerate(self.arrays) if x.nbytes >= LARGE]
 
     @property
     def arrays(self) -> list[Any]:
@@ -64,6 +64,21 @@ class Tree(ImportedArray):
     @property
     def on_gpu(self) -> bool:
         return type(self.leaves[0].array) is not np.ndarray
+
+    def unshare(self) -> None:
+        """Replace leaves by copies, so that no two leaves share memory if the tree has several calls.
+
+        Two calls would reduce shared memory twice.
+        """
+        if not self._apart or len(self.leaves) == 1:
+            return
+        end = 0
+        by_address = sorted(range(len(self.leaves)), key=lambda k: self.leaves[k].array.ctypes.data)
+        for k in by_address:
+            x, start = self.leaves[k].array, self.leaves[k].array.ctypes.data
+            if x.nbytes and start < end:
+                self.leaves[k] = ImportedArray(x.copy(), owner=x)
+            end = max(end, start + x.nbytes)
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -76,8 +91,7 @@ class Tree(ImportedArray):
     def batches(self, kind: Callable[[Any], Any]) -> list[list[ImportedArray]]:
         """Divide the leaves among calls; return the leaves of each call.
 
-        A large leaf that shares no memory with another leaf has its own call. Of the other leaves, those with an equal
-        result of `kind` share a call.
+        A large leaf has its own call. Of the other leaves, those with an equal result of `kind` share a call.
         """
         batches: dict[Any, list[ImportedArray]] = {}
         for index, leaf in enumerate(self.leaves):
@@ -126,7 +140,13 @@ class Tree(ImportedArray):
 
 
 def _keys(x: dict[Any, Any]) -> list[Any]:
-    return sorted(x, key=lambda key: (type(key).__name__, repr(key)))
+    by_text = {(type(key).__name__, repr(key)): key for key in x}
+    if len(by_text) < len(x):
+        raise UsageError(
+            f"the keys {', '.join(map(repr, x))} of a dict cannot be put in an order, because some have the same type "
+            "and repr; use other keys"
+        )
+    return [by_text[text] for text in sorted(by_text)]
 
 
 def flat(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -155,27 +175,10 @@ def rebuilt(x: Any, arrays: Iterator[Any]) -> Any:
     return next(arrays)
 
 
-def _large_and_apart(arrays: Sequence[Any]) -> Iterator[int]:
-    """Yield the indices of large arrays that share no memory with others.
-
-    If an array shared memory with another, separate calls would reduce that memory twice.
-    """
-    if all(x.nbytes < LARGE for x in arrays):
-        return
-    spans = sorted(
-        (x.ctypes.data, x.ctypes.data + x.nbytes, index) for index, x in enumerate(arrays) if x.nbytes
-    )
-    furthest = 0
-    for position, (start, end, index) in enumerate(spans):
-        following = spans[position + 1][0] if position + 1 < len(spans) else end
-        if arrays[index].nbytes >= LARGE and furthest <= start and end <= following:
-            yield index
-        furthest = max(furthest, end)
-
-
 def all_reduce(group: Caller, tensors: Any, op: ReduceOp, async_op: bool) -> Any:
     with group.preparing("all_reduce"):
         tree = Tree(tensors, partial(group.import_array, writable=True, functional=True))
+        tree.unshare()
         batches = tree.batches(lambda x: x.dtype)
         calls = []
         for leaves in batches:
@@ -228,7 +231,8 @@ _SHAPE_NOTE = np.dtype([("code", "i8"), ("dtype", "S64"), ("ndim", "i8"), ("shap
 
 def all_gather_new(group: Caller, tensor: Any, async_op: bool) -> Any:
     """Gather into a list of new arrays; the ranks exchange shapes first."""
-    with group.preparing("all_gather"):
+    preparing = group.preparing("all_gather")
+    with preparing:
         x = group.import_array(tensor, writable=False)
         note, notes = np.zeros(1, _SHAPE_NOTE), np.empty(group.size, _SHAPE_NOTE)
         note["code"], note["dtype"] = dtype_code(x.array.dtype), str(x.array.dtype).encode()
@@ -242,14 +246,21 @@ def all_gather_new(group: Caller, tensor: Any, async_op: bool) -> Any:
                 "list of arrays to gather into"
             )
         group.run("all_gather", exchange, (), False)
-        outs = [tensor.new_empty(shape) for shape in _agreed_shapes(notes, group.ranks)]
+        shapes = _agreed_shapes(notes, group.ranks)
+        with preparing:
+            outs = [tensor.new_empty(shape) for shape in shapes]
         group.fast.all_gather(outs, tensor)
         return outs
     rooms: list[FunctionalResult] = []
 
     def call() -> None:
         exchange()
-        rooms.extend(room_like(tensor, x.array, shape) for shape in _agreed_shapes(notes, group.ranks))
+        shapes = _agreed_shapes(notes, group.ranks)
+        try:
+            rooms.extend(room_like(tensor, x.array, shape) for shape in shapes)
+        except Exception as error:  # there is no memory for them
+            preparing.refuse_inside(error)
+            raise
         group.planned(Operation("all_gather", tuple(room.array for room in rooms), (x.array,)))()
 
     made = FunctionalResult(own, lambda _: [room.finish() for room in rooms])

@@ -279,8 +279,10 @@ class Work(Future[Any]):
         def settle(_: Work) -> None:
             if (error := self.exception()) is not None:
                 future.set_exception(error)
-            else:  # an operation in place on an immutable array has another array as its result
-                future.set_result(list(self.outputs) if (result := self.result()) is None else [result])
+            elif (result := self.result()) is None:
+                future.set_result(list(self.outputs))
+            else:  # new arrays, of a gather without a list or in place of an immutable array
+                future.set_result(result if type(result) is list else [result])
 
         self.add_done_callback(settle)
         return future

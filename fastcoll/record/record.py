@@ -192,6 +192,11 @@ class GroupRecord:
     failure: str
 
 
+def ranks_of(members: Sequence[MemberRecord]) -> list[int]:
+    """Return the global ranks of a group's members, in the order of their ranks in the group."""
+    return [member.rank for member in members]
+
+
 @dataclass(frozen=True)
 class Record:
     """One process and its groups.

@@ -222,8 +222,8 @@ class CallReport:
         number = self._context[at.CALLS]
         line = self._line(self._gate.rank)
         published = line[layout.SEQUENCE] == number
-        call = signature.describe(int(line[layout.CALL]), int(line[layout.SHAPE])) if published else entry
-        return self._gate.name_of(call, number)
+        head = int(line[layout.CALL]), int(line[layout.SHAPE])
+        return self._gate.name_of(signature.describe(*head, self._gate.ranks) if published else entry, number)
 
     def late(self) -> list[int]:
         """Return the group ranks that have not begun the call; if all have, the rank for which the kernel waits."""

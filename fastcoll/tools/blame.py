@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..core.signature import describe
-from ..record.record import GroupRecord, MemberRecord, Record
+from ..record.record import GroupRecord, MemberRecord, Record, ranks_of
 from .circles import circles, hopeless
 from .printing import seconds_of
 from .waits import RankWait, side, state_of, waits_in
@@ -250,7 +250,9 @@ def _of_rank(rank: Rank, waits: Sequence[RankWait], own: Sequence[RankWait]) -> 
     else:
         text = f"has not called {_where(first)}, that {who}"
         if its.ring:
-            more = [f"its last call there was {describe(*its.ring[-1].head)}, call {its.calls}"]
+            more = [
+                f"its last call there was {describe(*its.ring[-1].head, ranks_of(its.members))}, call {its.calls}"
+            ]
     more += [f"{_names(o)} waited for it for {seconds_of(_seconds(o))} in {_where(o[0])}" for o in others]
     state, then = condition(rank.process)
     if own and rank.is_able:

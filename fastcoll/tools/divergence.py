@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..core import signature
-from ..record.record import CallRecord, GroupRecord, MemberRecord
+from ..record.record import CallRecord, GroupRecord, MemberRecord, ranks_of
 from .dumps import Dump
 from .printing import seconds_of
 from .waits import state_of, stuck_in, waits_in
@@ -187,11 +187,11 @@ def _headline(found: Divergence, dumps: Sequence[Dump]) -> str:
             groups.setdefault(_comparable(call), []).append(rank)
         # The smallest set of ranks comes first, because these ranks have probably made the wrong call.
         sides = sorted(groups.values(), key=len)
-        calls = [f"{_ranks(ranks)} called {_what(found.calls[ranks[0]])}" for ranks in sides]
+        calls = [f"{_ranks(ranks)} called {_what(found.calls[ranks[0]], found.members)}" for ranks in sides]
         return f"At {where} the ranks diverged: {', where '.join(calls)}."
     there = sorted(found.calls)
     known = next((call for call in found.calls.values() if call.call), None)
-    what = f"{_what(known)}, {where}" if known is not None else where
+    what = f"{_what(known, found.members)}, {where}" if known is not None else where
     newest = max(dump.time for dump in dumps)
     long = f" for {seconds_of(newest - found.since)}" if found.since and newest > found.since else ""
     missing = [*found.late, *found.silent]
@@ -210,12 +210,13 @@ def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:
         assert group is not None
         last = group.ring[-1] if group.ring else None
         done = (
-            f"its last call in this group was {last.number}, {signature.describe(*last.head)}"
+            f"its last call in this group was {last.number}, {signature.describe(*last.head, ranks_of(group.members))}"
             if last
             else "it made no call there"
         )
         elsewhere = [
-            f"it is in {signature.describe(*call.head)}, call {call.number} of group {other.name!r}"
+            f"it is in {signature.describe(*call.head, ranks_of(other.members))}, "
+            f"call {call.number} of group {other.name!r}"
             for other in dump.record.groups
             if other.name != found.group and (call := other.under_way) is not None
         ]
@@ -281,6 +282,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
-def _what(call: CallRecord) -> str:
-    text = signature.describe(*call.head)
+def _what(call: CallRecord, members: Sequence[MemberRecord]) -> str:
+    text = signature.describe(*call.head, ranks_of(members))
     return f"{text} at {call.site}" if call.site else text

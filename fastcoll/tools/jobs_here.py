@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.signature import describe
-from ..record.record import MemberRecord, Record, joining_since, read
+from ..record.record import MemberRecord, Record, joining_since, ranks_of, read
 from ..system.processes import has_ended, living_thread, status_of
 from .blame import ELSEWHERE, GONE, HAS_LEFT, LEFT, Diagnosis, Process, Rank, blocks, explain, waits_of
 from .printing import counted, seconds_of
@@ -124,11 +124,11 @@ def _rank_as_dict(rank: Rank, waits: Sequence[RankWait]) -> dict[str, Any]:
             {
                 "name": group.name,
                 "backend": group.backend,
-                "members": [peer.rank for peer in group.members],
+                "members": ranks_of(group.members),
                 "calls": group.calls,
                 "finished": group.finished,
                 "pending": group.pending,
-                "last": describe(*group.ring[-1].head) if group.ring else None,
+                "last": describe(*group.ring[-1].head, ranks_of(group.members)) if group.ring else None,
                 "failure": group.failure or None,
                 "in": [
                     {

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..core.signature import UNEVEN, describe
-from ..record.record import GroupRecord, Record
+from ..record.record import GroupRecord, Record, ranks_of
 from .blame import ELSEWHERE, HAS_LEFT, Ranks, Whereabouts, blocks, names, waits_of
 from .jobs_here import ProcessMemory
 from .printing import counted
@@ -185,7 +185,7 @@ def rates(before: Reading, after: Reading, samples: Sequence[Sample]) -> list[Ra
 def _in_call(row: RankRates, group: GroupRecord) -> RankRates:
     """Add a group and its current or last call to a row."""
     last = group.under_way or (group.ring[-1] if group.ring else None)
-    call = describe(*last.head) if last is not None else ""
+    call = describe(*last.head, ranks_of(group.members)) if last is not None else ""
     number, is_in = last.number if last else 0, group.under_way is not None
     return row._replace(group=group.name, call=call, number=number, is_in=is_in, failure=group.failure)
 

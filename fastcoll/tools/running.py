@@ -11,7 +11,7 @@ from contextlib import nullcontext, suppress
 
 from .._version import __version__
 from ..core.signature import describe
-from ..record.record import GroupRecord
+from ..record.record import GroupRecord, ranks_of
 from .blame import MIN_WAIT_SECONDS, Rank, blocks
 from .jobs_here import ABOUT_JOB, JOB_COLUMNS, Outside, RunningJob, look, no_job
 from .printing import Printer, seconds_of
@@ -129,5 +129,5 @@ def _idle(groups: Sequence[GroupRecord]) -> tuple[str, ...]:
     used = max(groups, key=lambda group: group.calls, default=None)
     if used is None or not used.calls:
         return "", "", "", "", "no call yet"
-    last = f"; the last was {describe(*used.ring[-1].head)}" if used.ring else ""
+    last = f"; the last was {describe(*used.ring[-1].head, ranks_of(used.members))}" if used.ring else ""
     return used.name, str(used.calls), "", "", f"no call{last}"

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from ..core.signature import describe
-from ..record.record import CallRecord, GroupRecord
+from ..record.record import CallRecord, GroupRecord, ranks_of
 from .divergence import Edge
 from .dumps import Dump
 
@@ -34,7 +34,11 @@ def timeline(dumps: Sequence[Dump]) -> dict[str, Any]:
                 details = {"number": call.number, "group": group.name, "state": call.state, "timed": timed}
                 if call.site:
                     details["site"] = call.site
-                shown = {"name": describe(*call.head), "cat": group.backend, "args": details}
+                shown = {
+                    "name": describe(*call.head, ranks_of(group.members)),
+                    "cat": group.backend,
+                    "args": details,
+                }
                 events.append({"ph": "X", **row, **shown, "ts": began / 1e3, "dur": (ended - began) / 1e3})
         for reason in dump.reasons:
             event = {"ph": "i", "s": "p", "pid": record.rank, "tid": 0, "ts": reason.time * 1e6}

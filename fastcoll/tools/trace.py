@@ -12,6 +12,7 @@ from typing import Any
 
 from ..core.signature import describe
 from ..errors import UnavailableError
+from ..record.record import ranks_of
 from ..system.own_files import open_anew
 from . import divergence
 from .dumps import Dump, load
@@ -96,7 +97,10 @@ def _as_data(dumps: Sequence[Dump]) -> dict[str, Any]:
                 "group": each.group,
                 "number": each.number,
                 "mismatch": each.is_mismatch,
-                "calls": {str(rank): describe(*call.head) for rank, call in each.calls.items()},
+                "calls": {
+                    str(rank): describe(*call.head, ranks_of(each.members))
+                    for rank, call in each.calls.items()
+                },
                 "late": each.late,
                 "silent": each.silent,
                 "since": each.since,

@@ -9,6 +9,7 @@ from typing import Any
 from ..core.signature import describe
 from ..pages import html_page
 from ..pages.html_page import COLOURS, PageTable, Plot
+from ..record.record import ranks_of
 from . import divergence
 from .dumps import Dump
 from .timeline import timeline
@@ -37,12 +38,15 @@ def row_of(dump: Dump) -> list[str]:
     """Return the table's row for a rank: the call that it is in, or its last call in the first group with calls."""
     groups = dump.record.groups
     doing = [
-        f"{describe(*g.under_way.head)}, call {g.under_way.number} of {g.name}" for g in groups if g.under_way
+        f"{describe(*g.under_way.head, ranks_of(g.members))}, call {g.under_way.number} of {g.name}"
+        for g in groups
+        if g.under_way
     ]
     doing += [wait.doing for g in groups for wait in g.waits if not wait.number]
     if not doing:
         doing = [
-            f"{describe(*g.ring[-1].head)}, call {g.ring[-1].number} of {g.name}: {g.ring[-1].state}"
+            f"{describe(*g.ring[-1].head, ranks_of(g.members))}, "
+            f"call {g.ring[-1].number} of {g.name}: {g.ring[-1].state}"
             for g in groups
             if g.ring
         ]

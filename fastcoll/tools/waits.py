@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from ..core.signature import describe
-from ..record.record import CallRecord, GroupRecord, Record
+from ..record.record import CallRecord, GroupRecord, Record, ranks_of
 
 _STUCK = ("under way", "failed", "mismatch")
 _AFTERWARDS = 4  # calls: one that does not match, and the calls after it by which ranks exchange the mismatch
@@ -111,7 +111,7 @@ def waits_in(rank: int, group: GroupRecord, records: Mapping[int, Record], now: 
         same = (its for its in published if its.call and its.number == call.number)
         since = (group.since or call.began, *(each.since for each in group.waits if each.number))
         began = min((each for each in since if each), default=0) / 1e9
-        what = describe(*(call if call.call else next(same, call)).head)
+        what = describe(*(call if call.call else next(same, call)).head, ranks_of(group.members))
         yield RankWait(rank, group, call.number, what, late, began, now, bool(group.pending))
     for message in group.waits:
         if not message.number:

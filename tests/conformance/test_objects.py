@@ -10,7 +10,8 @@ import pytest
 
 import fastcoll as dist
 from fastcoll import config
-from fastcoll.errors import UnavailableError, UsageError
+from fastcoll.api import objects
+from fastcoll.errors import MismatchError, ResourceError, UnavailableError, UsageError
 
 
 def unpicklable() -> None:
@@ -115,6 +116,45 @@ def test_arrays_of_any_tag_and_objects_do_not_mix(rank: int) -> None:
     for tag in (largest + 1, largest + 2, largest + 3):  # where objects and announcements are
         with pytest.raises(UsageError, match=r"tags are integers from 0 to 2\*\*31 - 1"):
             dist.send(np.ones(1), 1 - rank, tag=tag)
+
+
+@pytest.mark.ranks(3)
+def test_no_memory_for_objects_is_an_error_on_every_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(size: int, *_: Any) -> Any:
+        raise ResourceError(f"{size} bytes, for which there is no memory")
+
+    def raises_everywhere(name: str) -> Any:
+        return pytest.raises(
+            ResourceError if rank == 1 else UsageError,
+            match="^[0-9]+ bytes"
+            if rank == 1
+            else rf"rank 1's {name} was refused: ResourceError: [0-9]+ bytes",
+        )
+
+    everywhere: list[Any] = [None] * 3
+    with monkeypatch.context() as patch:
+        if rank == 1:
+            patch.setattr(objects, "_room", no_room)
+        with raises_everywhere("all_gather_object"):
+            dist.all_gather_object(everywhere, rank)
+        with raises_everywhere("gather_object"):
+            dist.gather_object(rank, everywhere if rank == 1 else None, dst=1)
+        with raises_everywhere("broadcast_object_list"):
+            dist.broadcast_object_list([rank])
+        with raises_everywhere("scatter_object_list"):
+            dist.scatter_object_list([None], everywhere if rank == 0 else None)
+        if rank == 0:
+            with pytest.raises(MismatchError, match="The message was dropped"):
+                dist.send_object_list(["x" * 1000], 1)
+        elif rank == 1:
+            with pytest.raises(ResourceError, match="no memory"):
+                dist.recv_object_list([None], 0)
+    if rank == 0:
+        dist.send_object_list(["y"], 1)
+    elif rank == 1:
+        dist.recv_object_list(everywhere[:1], 0)
+    dist.all_gather_object(everywhere, rank)
+    assert everywhere == [0, 1, 2]
 
 
 @pytest.mark.ranks(3)

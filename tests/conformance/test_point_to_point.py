@@ -9,7 +9,7 @@ import pytest
 from oracle import assert_same, moves, values
 
 import fastcoll as dist
-from fastcoll import MismatchError
+from fastcoll import MismatchError, UsageError
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 
@@ -22,6 +22,20 @@ def test_ring_of_every_dtype(rank, world_size):
         works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, got, left)])
         assert all(work.wait() for work in works)
         assert_same(got, values(left, count, dtype), (dtype, count))
+
+
+@pytest.mark.ranks(2, 3)
+def test_sendrecv_sends_nothing_if_the_output_is_wrong(rank, world_size):
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    wrong = {"output": ([0.0], left, 0), "src": (np.zeros(1), world_size, 0), "tag": (np.zeros(1), left, -5)}
+    for number, (output, src, tag) in enumerate(wrong.values()):
+        if rank == 0:
+            with pytest.raises(UsageError):
+                dist.sendrecv(np.full(1, -1.0), right, output, src, recv_tag=tag)
+        for group in (None, dist.group.WORLD):
+            got = np.zeros((1, 2))[:, :1]
+            assert dist.sendrecv(np.full((1, 1), number + 10.0 * rank), right, got, left, group) == left
+            assert got[0, 0] == number + 10 * left
 
 
 @pytest.mark.ranks(2, 3)

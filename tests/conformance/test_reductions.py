@@ -179,6 +179,13 @@ def test_premul_sum_scales_by_each_ranks_own_factor(rank, world_size):
         y = inputs[rank].copy()
         dist.reduce(y, 0, op)
         assert_reduced(y, want if rank == 0 else inputs[rank], dtype)
+        for shape in ((3, 11), (33, 1)):
+            z = inputs[rank].reshape(shape).copy()
+            dist.all_reduce(z, op)
+            assert_reduced(z.reshape(-1), want, dtype)
+        scalar = inputs[rank][:1].copy().reshape(())
+        dist.all_reduce(scalar, op)
+        assert_reduced(scalar.reshape(1), want[:1], dtype)
 
 
 def larger_magnitude(a, b):

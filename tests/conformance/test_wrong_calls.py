@@ -93,6 +93,55 @@ def test_both_calls_are_named_on_every_rank(rank, world_size, name):
     usable(rank, world_size)
 
 
+@pytest.mark.ranks(3)
+def test_ranks_of_a_group_are_named_by_their_global_ranks(rank, world_size):
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return
+    outputs = [np.zeros(1), np.zeros(1)]
+    wrong = {
+        r"called broadcast\(float64, \d elements, root=2\); .*root=2\)": (dist.broadcast, np.zeros(rank), 2),
+        r"must be None or empty on rank 2; only the root \(rank 1\) gives it": (
+            dist.gather,
+            np.zeros(1),
+            outputs,
+            1,
+        ),
+        r"gather_list is None on the root \(rank 1\)": (dist.gather, np.zeros(1), None, 1),
+    }
+    for text, (call, *arguments) in wrong.items():
+        with pytest.raises(UsageError, match=text):
+            both(call, dist.barrier, arguments, group)
+
+
+def both(call, then, arguments, group):
+    """Make two calls; over TCP, a call that does not match may return, and the next one raises."""
+    call(*arguments, group=group)
+    then(group)
+
+
+@pytest.mark.ranks(2)
+def test_equal_dtypes_of_records_match(rank, world_size):
+    plain = np.dtype([("a", "f4"), ("b", "i4", (2,)), ("c", [("d", ">i2")])])
+    same = [
+        np.dtype((np.record, plain)),
+        np.dtype([("a", np.dtype("f4", metadata={"unit": "m"})), ("b", "i4", (2,)), ("c", [("d", ">i2")])]),
+        np.dtype(
+            {"names": plain.names, "formats": ["f4", ("i4", (2,)), [("d", ">i2")]], "offsets": [0, 4, 12]}
+        ),
+    ]
+    for dtype in same:
+        assert dtype == plain
+        x = np.zeros(3, plain if rank == 0 else dtype)
+        x["a"] = 5 - rank
+        dist.broadcast(x, 0)
+        assert (x["a"] == 5).all()
+    aligned = np.dtype([("a", "f4"), ("b", "i8")], align=True)
+    assert "another dtype" in mismatch(
+        lambda: dist.broadcast(np.zeros(1, aligned if rank else [("a", "f4"), ("b", "i8"), ("c", "i4")]), 0)
+    )
+
+
 @pytest.mark.ranks(2, 3)
 def test_nothing_moves_before_a_mismatch_is_raised(rank, world_size):
     x = np.full(5, rank, "f4")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import namedtuple
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,11 @@ import fastcoll as dist
 from fastcoll.core import trees
 
 Pair = namedtuple("Pair", "x y")
+
+
+class Alike:
+    def __repr__(self) -> str:
+        return "alike"
 
 
 def tree(rank: int) -> Any:
@@ -65,6 +71,15 @@ def test_a_tree_is_reduced_and_broadcast(
     tied = np.ones(100)
     dist.all_reduce([tied, {"same": tied, "part": tied[:30]}], group=group)
     assert (tied == world_size).all(), "what is in the tree several times is reduced once"
+    x, y = np.full(200, rank + 1.0), np.full(200, rank + 1.0)
+    if rank % 2:
+        y = x  # only on these ranks the leaves share memory
+    dist.broadcast({"embed": x, "head": y}, 0, group)
+    assert (x == 1).all()
+    assert (y == 1).all()
+    dist.all_reduce([x, y, x[:100]], group=group)
+    assert (x == world_size).all()
+    assert (y == world_size).all()
     dist.all_reduce({}, group=group)
     dist.destroy_process_group(group)
 
@@ -99,16 +114,19 @@ def test_different_trees_are_a_mismatch_on_all_ranks(rank: int) -> None:
     [
         ({"a": [1.5]}, r"tensor\['a'\]\[0\] must be an array, got float; make one with numpy\.array"),
         ([np.ones(2), "x"], r"tensor\[1\] must be an array, got str"),
+        ({Alike(): np.ones(1), Alike(): np.ones(1)}, "the keys alike, alike of a dict .* use other keys"),
     ],
 )
-def test_a_wrong_leaf_is_named_by_its_keys(wrong: Any, message: str) -> None:
-    with pytest.raises(dist.ArrayError, match=message):
+def test_a_wrong_tree_is_refused_and_its_keys_are_named(wrong: Any, message: str) -> None:
+    with pytest.raises(dist.UsageError, match=message):
         dist.all_reduce(wrong)
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_arrays_of_unknown_sizes_are_gathered(rank: int, world_size: int, backend: str) -> None:
+def test_arrays_of_unknown_sizes_are_gathered(
+    rank: int, world_size: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     group = dist.new_group(backend=backend)
     right = [np.full((r, 2), r, np.int16) for r in range(world_size)]
     for async_op in (False, True):
@@ -128,6 +146,13 @@ def test_arrays_of_unknown_sizes_are_gathered(rank: int, world_size: int, backen
             dist.all_gather(other if rank == 1 else np.ones(3), group=group)
     with pytest.raises(dist.MismatchError, match=r"rank 1 called all_gather\(tensor\) without a list"):
         dist.all_gather(np.ones(3), group=group) if rank == 1 else dist.barrier(group)
+    with monkeypatch.context() as patch:
+        if rank == 1:
+            patch.setattr(trees, "room_like", Mock(side_effect=MemoryError("too large")))
+        text = "too large" if rank == 1 else "rank 1's all_gather was refused: MemoryError: too large"
+        for async_op in (False, True):
+            with pytest.raises(MemoryError if rank == 1 else dist.MismatchError, match=text):
+                dist.all_gather(right[rank], group=group, async_op=async_op).result()
     with pytest.raises(dist.UsageError, match="got NoneType"):
         dist.all_gather([np.ones(1) for _ in range(world_size)], group=group)
     dist.destroy_process_group(group)

@@ -191,6 +191,8 @@ def test_a_future_has_torchs_methods_and_the_output_arrays(rank: int) -> None:
     assert future.value()[0] is x
     works = [dist.isend(x, 1 - rank), dist.irecv(np.empty(3))]
     assert [work.get_future().wait() for work in works] == [[], [1 - rank]]
+    gathered = dist.all_gather(np.full(1, rank), async_op=True).get_future().wait()
+    assert [array.tolist() for array in gathered] == [[0], [1]]
     work = dist.barrier(async_op=True)
     work.synchronize()
     assert work.is_completed()

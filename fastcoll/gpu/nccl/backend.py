@@ -127,7 +127,7 @@ class NcclCarrier(StreamCarrier):
         if len(set(counts)) > 1:
             text = ", ".join(f"rank {r} its call {n}" for r, n in zip(group.ranks, counts, strict=True))
             raise self._mismatch(
-                f"{signature.describe(*heads[0])} is {text}: a rank has skipped an earlier call"
+                f"{signature.describe(*heads[0], group.ranks)} is {text}: a rank has skipped an earlier call"
             )
         if rows[:, 3].sum():
             raise self._mismatch(signature.describe_mismatch(heads, group.ranks, tables))
@@ -216,7 +216,7 @@ class _NcclCall(QueuedCall):
 
     def work(self, scope: StreamScope) -> None:
         group = self.carrier.group
-        doing = _doing(self._compared.call, self._compared.shape, group.name)
+        doing = _doing(self._compared.call, self._compared.shape, group.ranks, group.name)
         moves = Moves(self._nccl.communicator(self.arrays), scope, group.rank, group.size, doing)
         _QUEUES[KINDS[self._operation.kind].made_of or self._operation.kind](
             moves, self._operation, self._how
@@ -224,5 +224,5 @@ class _NcclCall(QueuedCall):
 
 
 @lru_cache(maxsize=1024)
-def _doing(word: int, shape: int, group: str) -> str:
-    return f"{signature.describe(word, shape)} in group {group!r} on a GPU"
+def _doing(word: int, shape: int, ranks: tuple[int, ...], group: str) -> str:
+    return f"{signature.describe(word, shape, ranks)} in group {group!r} on a GPU"

@@ -249,7 +249,7 @@ class TcpBackend(Backend):
             for span in plan.relays:
                 self._allocate_relay(*span)
         what = self.gate.name_of(
-            signature.describe(prepared.call, prepared.shape), self.context[words.CALLS] + 1
+            signature.describe(prepared.call, prepared.shape, self.gate.ranks), self.context[words.CALLS] + 1
         )
         self._connect(self.context.met, what, timeout, started)
         for plan in plans:
