@@ -27,6 +27,7 @@ _ACCEPTS_AT_ONCE = 1024
 _MOST_HOSTS = 256  # hosts whose dropped connections are remembered
 _LISTED = 4  # hosts that an error text names
 _PAUSE_SECONDS = 0.2  # how long no connection is accepted after the system ran out of a resource
+_MOST_SECONDS_ASLEEP = 3600.0  # epoll takes at most 2**31 - 1 ms; deadlines may be years away
 _OUT_OF_SOMETHING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -130,7 +131,8 @@ class SocketServer(ABC):
         # On an overloaded machine this thread may run only after a deadline, although the peer's bytes arrived before
         # it. So events are handled first, and `expire` gets the time at which the poll began.
         asked = time.monotonic()
-        for key, events in self.selector.select(None if due is None else max(due - time.monotonic(), 0.0)):
+        left = None if due is None else min(max(due - asked, 0.0), _MOST_SECONDS_ASLEEP)
+        for key, events in self.selector.select(left):
             if key.fileobj in self._sockets:
                 self._accept(key.fileobj)
             elif key.fileobj is self._wake_read:

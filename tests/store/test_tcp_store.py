@@ -402,6 +402,17 @@ def test_the_master_waits_for_its_workers(in_threads) -> None:
     assert in_threads(master, worker, worker) == [3, None, None]
 
 
+@pytest.mark.parametrize("seconds", [30 * 24 * 3600.0, config.MOST_SECONDS])
+def test_a_wait_of_many_days_disturbs_nobody(master: TCPStore, in_threads, seconds: float) -> None:
+    with TCPStore("127.0.0.1", master.port) as waiting, TCPStore("127.0.0.1", master.port) as other:
+
+        def set_when_waited_for() -> None:
+            until(lambda: any(server._core._parked for server in serving._users))
+            other.set("x", b"1")
+
+        assert in_threads(partial(waiting.fetch, ["x"], seconds), set_when_waited_for) == [[b"1"], None]
+
+
 def test_the_timeout_counts_missing_workers() -> None:
     with pytest.raises(StoreTimeoutError, match="1 of 3 processes opened the store"):
         TCPStore("127.0.0.1", 0, 3, True, timeout=0.1)
