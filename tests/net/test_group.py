@@ -380,6 +380,33 @@ def test_data_that_a_root_sent_before_it_left_arrives(n: int) -> None:
         assert found == [[0.0, 1.0, 2.0, 3.0, 4.0]] * (n - 1) + [None]
 
 
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_data_of_ranks_that_left_arrives_at_ranks_that_are_later_still(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that left have not waited for the others; the first bytes that a late rank sends reset the connections."""
+    monkeypatch.setattr("fastcoll.net.tcp.backend._CLOSE_SECONDS", 0.0)
+
+    def sums(group: ProcessGroup) -> list[float]:
+        made = [np.full(1, group.rank + 10.0 * turn) for turn in range(3)]
+        for x in made:
+            group.fast.reduce(x, 0)
+        return [float(x[0]) for x in made]
+
+    def spreads(group: ProcessGroup) -> list[float]:
+        return [spread(group, value) for value in range(3)]
+
+    with groups(n) as made:
+        everybody(made, sums)  # from the second call on, the senders return early
+        everybody(made[1:], lambda group: (sums(group), group.close()))
+        assert sums(made[0]) == [sum(rank + 10.0 * turn for rank in range(n)) for turn in range(3)]
+    with groups(n) as made:
+        everybody(made, spreads)
+        spreads(made[0])
+        made[0].close()
+        assert everybody(made[1:], spreads) == [[0.0, 1.0, 2.0]] * (n - 1)
+
+
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_root_reports_a_mismatch_after_the_others_have_left(n: int) -> None:
     with groups(n) as made:

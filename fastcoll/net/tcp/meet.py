@@ -45,10 +45,11 @@ stay unsent until the next call. Only a peer that closes the group waits for the
 can do without them, because they only confirm that the calls matched. (A rank that sees a mismatch synchronises, which
 sends its delayed headers.)
 
-A peer that ends while this rank is ahead. If the peer dies or leaves, its connection breaks, and the next read or write
-fails. If the headers that were read before differ, the mismatch is raised instead. Before a rank closes the group, it
-reads the headers that it skipped (`settle`), because closing a connection that has unread bytes would discard bytes on
-their way to the peer.
+A peer that ends. If a peer dies or leaves, its connection breaks, and the next read or write fails. If the headers that
+were read before differ, the mismatch is raised instead. If a write fails, but the peer had done its part of the call
+before it left, its frame can still be read, and this rank drops what it had to send to the peer. Before a rank closes
+the group, it reads the headers that it skipped (`settle`), because closing a connection that has unread bytes would
+discard bytes on their way to the peer.
 
 How received bytes are assigned to calls. A peer's frames arrive in the order of its calls. NEXT is the call number of
 the first frame that has not been consumed, and HAVE the number of bytes received of this frame and those behind it.
@@ -355,6 +356,23 @@ def _send_frames(c, peer):
 
 
 @kernel
+def _send_or_drop(c, d, peer, call):
+    """Send unsent bytes to a peer, or drop them if the peer has left and its frame of the call has arrived.
+
+    The peer has then done its part of the call, and what it sent before it left can still be read. Returns PENDING if
+    bytes moved or were dropped, PENDING - 1 if not, GONE or GARBLED.
+    """
+    status = _send_frames(c, peer)
+    if status == GONE:
+        status = _read_frames(c, d, peer, call)
+        if status < DONE and _has_arrived(c, peer, call):
+            store_word(load_word(c, w.SENT), peer, _end_to_send(c, peer))
+            return PENDING
+        return GONE if status < DONE else status
+    return status
+
+
+@kernel
 def exchange(c, d, idle):
     """Do one sweep over all peers.
 
@@ -371,7 +389,7 @@ def exchange(c, d, idle):
         if may_delay and _may_piggyback(c, peer):
             any_delayed = True
             continue
-        status = _send_frames(c, peer)
+        status = _send_or_drop(c, d, peer, call)
         if status > DONE:
             return status
         any_moved |= status == PENDING
@@ -390,7 +408,7 @@ def exchange(c, d, idle):
         # Nothing indicates that another call is near: send the delayed headers now.
         for peer in range(size):
             if peer != rank:
-                status = _send_frames(c, peer)
+                status = _send_or_drop(c, d, peer, call)
                 if status > DONE:
                     return status
                 any_left |= _has_unsent(c, peer)
