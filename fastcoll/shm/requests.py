@@ -53,7 +53,7 @@ from ..kernels.pyobjects import (
     release_gil,
     take_gil,
 )
-from ..kernels.waiting import IDLE, moved, nap, rest, seize_unless
+from ..kernels.waiting import BUDGET, IDLE, moved, nap, now, rest, seize_unless
 from ..p2p.pipe import ANY, FINISHED, QUIET, STILL, STUCK, TAKEN
 from ..p2p.transfers import DTYPE_BITS
 from . import rings as r
@@ -96,7 +96,6 @@ _LOOKS = 10  # naps of 0.1 ms in one `attend`
 MOVED = -1  # a result of `_attend`, besides those of `attend`
 _DTYPES = (1 << DTYPE_BITS) - 1
 _ROUNDS_A_CALL = 2048  # at most 128 MiB, which take 20 ms, between two checks for signals
-_MOST_IN_VAIN = 1 << 16  # tests without progress, in at least 3 ms; then Python checks the clock and peers
 
 assert r.RECORDS_AT_MOST <= _FIRST
 
@@ -379,6 +378,8 @@ def _progress(m):
         elif state == r.ARRIVING:
             found = _pull(m, channel, record)
         progress = max(progress, found)
+    if progress == _MOVED:
+        store_word(_table(m), r.IN_VAIN, 0)
     return progress
 
 
@@ -466,6 +467,20 @@ def test_call(m, number, out, nbytes, call, peer):
     return _test(m, number)
 
 
+@inlined
+def _is_late(m):
+    """Whether Python must check deadlines and peers, because nothing has moved for the time that a wait may take.
+
+    The time begins with a test in which nothing moves, and anew when Python has been told.
+    """
+    t, time = _table(m), now(m)
+    since = load_word(t, r.IN_VAIN)
+    is_over = since != 0 and time - since >= load_word(m, BUDGET)
+    if since == 0 or is_over:
+        store_word(t, r.IN_VAIN, 0 if is_over else time)
+    return is_over
+
+
 @kernel
 def _test(m, number):
     """Return -2 if the request has ended, -1 if it has not."""
@@ -480,11 +495,9 @@ def _test(m, number):
             return LATER
         found = _progress(m)
         state = load_word(record, r.STATE)
-        t = _table(m)
-        in_vain = load_word(t, r.IN_VAIN) + 1 if found == _IDLE else 0
-        store_word(t, r.IN_VAIN, in_vain % _MOST_IN_VAIN)
+        is_late = found == _IDLE and _is_late(m)
         let_go(m, DONE)
-        if found == _STUCK or state == r.MISFIT or in_vain == _MOST_IN_VAIN:
+        if found == _STUCK or state == r.MISFIT or is_late:
             return LATER
         if state != r.ENDED:
             return -1

@@ -534,11 +534,19 @@ def test_a_silent_peer_ends_a_call_by_timeout(worlds, monkeypatch: pytest.Monkey
         peer.recv(np.zeros(1), 0, 9)
 
 
-def test_a_dead_peer_is_named(worlds) -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    born = int(processes.status_of(child.pid)[19])
-    mine = Member.here(0, 2, "shm")
-    me, peer = worlds(2, members=[mine, replace(mine, rank=1, pid=child.pid, start_time=born)]).ranks
+@pytest.fixture
+def doomed() -> Iterator[tuple[subprocess.Popen[bytes], list[Member]]]:
+    """A process to kill, and the members of a world of two ranks whose rank 1 is this process."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        born = int(processes.status_of(child.pid)[19])
+        mine = Member.here(0, 2, "shm")
+        yield child, [mine, replace(mine, rank=1, pid=child.pid, start_time=born)]
+        child.kill()
+
+
+def test_a_dead_peer_is_named(worlds, doomed) -> None:
+    child, members = doomed
+    me, peer = worlds(2, members=members).ranks
     peer.isend(np.array([6.0]), 0)
     peer.await_on_the_way(0, 1)
     posted = me.irecv(np.zeros(1), 1, 8)
@@ -546,7 +554,31 @@ def test_a_dead_peer_is_named(worlds) -> None:
     child.kill()
     with pytest.raises(PeerDiedError, match=f"rank 1 .*{child.pid}.*died.*recv from rank 1.*tag 8"):
         posted.wait(DEADLINE)
-    child.communicate()
+
+
+def test_a_rank_that_polls_a_work_learns_that_a_peer_is_dead(worlds, doomed) -> None:
+    child, members = doomed
+    me, _ = worlds(2, members=members).ranks
+    me.stay_awake()
+    work = me.irecv(np.zeros(1), 1, 8)
+    child.kill()
+    until(work.is_completed)
+    assert isinstance(work.exception(), PeerDiedError)
+
+
+def test_a_rank_that_polls_a_work_learns_of_its_timeout(worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(monitor, "time", clock)
+    me, _ = worlds(2, timeout=30.0).ranks
+    me.stay_awake()
+    work = me.irecv(np.zeros(1), 1, 8)
+
+    def is_late() -> bool:
+        clock.ahead += 40.0  # whenever its time begins
+        return work.is_completed()
+
+    until(is_late)
+    assert isinstance(work.exception(), CollectiveTimeoutError)
 
 
 ENDS = {

@@ -70,6 +70,12 @@ class Rank:
         peer = self.mailbox._exchange.peers[dst]
         until(lambda: len(peer.unacked) == count and peer.entering is None)
 
+    def stay_awake(self) -> None:
+        """Start the progress thread and wait until rings take requests of Python, which need it."""
+        self.mailbox.stay_awake()
+        rings = [pipe for pipe in self.mailbox.pipes if isinstance(pipe, RingPipe)]
+        until(lambda: all(pipe.table[ring_words.REQUESTS + ring_words.AWAKE] for pipe in rings))
+
     def is_blocked(self) -> bool:
         """Whether a blocking call is under way."""
         return any(self.busy_pipes())
