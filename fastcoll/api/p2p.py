@@ -246,7 +246,7 @@ def iprobe(
 
     Raises:
         UsageError: an argument is wrong; the group stays usable.
-        GroupError: the group has failed.
+        GroupError: a rank died (PeerDiedError), or the group has failed. That the sender has left is no error.
     """
     g = groups.world if group is None else member_of(group, "iprobe")
     status = None if g is None else g.iprobe(_sender(g, src, group_src), tag)

@@ -1,6 +1,6 @@
 """Checks of the operations under way (group failure, deadlines, dead peers), and the record of what they wait for.
 
-Only the holder of the lock (lock.py) calls `check`. Any thread that has waited may call `record`.
+Only the holder of the lock (lock.py) calls `check` and `check_peers`. Any thread that has waited may call `record`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from ..record.record import WAITS
 from .events import BUDGET
 from .exchange import Exchange
 from .pipe import Pipe
+from .transfers import Probe
 
 
 class Checks:
@@ -27,6 +28,7 @@ class Checks:
         self.recorded = 0
         self._exchange, self._routes, self._monitor = exchange, routes, monitor
         self._pipes = list(dict.fromkeys(pipe for pipe, _ in routes))
+        self._next_of_peers = 0.0
 
     def check(self) -> None:
         """Check the oldest operation of each kind with each peer, at most every BUDGET seconds.
@@ -50,12 +52,31 @@ class Checks:
             if key not in seen:
                 seen.add(key)
                 transfer.watch.look()
-                if transfer.peer is None:
-                    for pipe in self._pipes:
-                        pipe.check(None)
-                elif transfer.peer != self._exchange.rank:
-                    pipe, number = self._routes[transfer.peer]
-                    pipe.check(number)
+                self._check_connections(transfer.peer)
+
+    def check_peers(self, probe: Probe) -> None:
+        """Check the peers for a probe that does not wait, at most every BUDGET seconds.
+
+        A program may repeat such a probe until there is a message. That the peer has left is no error.
+
+        Raises:
+            GroupError: a peer has died or failed the group. Messages that arrived before may not have been seen yet.
+        """
+        now = time.monotonic()
+        if now < self._next_of_peers:
+            return
+        if (found := self._monitor.decide([], probe.describe)) is not None:
+            raise found.with_traceback(None)
+        self._check_connections(probe.peer)
+        self._next_of_peers = now + BUDGET
+
+    def _check_connections(self, peer: int | None) -> None:
+        if peer is None:
+            for pipe in self._pipes:
+                pipe.check(None)
+        elif peer != self._exchange.rank:
+            pipe, number = self._routes[peer]
+            pipe.check(number)
 
     def record(self, before: float) -> None:
         """Write to the group's flight record the oldest operations that were posted before a time and still wait."""

@@ -192,8 +192,12 @@ class Progress:
         if isinstance(transfer, Probe) and transfer.at_once:
             self._look_for(transfer)
         elif isinstance(transfer, Receive) or self.exchange.is_entering(transfer):
-            while not transfer.ended and self.events.advance(False):
-                pass
+            self._move(transfer)
+
+    def _move(self, transfer: Transfer) -> None:
+        """Move messages as far as possible without waiting, or until a transfer has ended."""
+        while not transfer.ended and self.events.advance(False):
+            pass
 
     def _admit_posts(self) -> None:
         while self.inbox and self.is_ready(self.inbox[0]):
@@ -205,10 +209,19 @@ class Progress:
         self.lock.is_consistent = True
 
     def _look_for(self, probe: Probe) -> None:
-        """Complete a probe that does not wait: with a message that has arrived, or with none."""
+        """Complete a probe that does not wait: with a message that has arrived, or with none.
+
+        Raises GroupError if there is no message and a peer has died or failed the group.
+        """
         self.lock.is_consistent = True
-        while not probe.ended and self.events.advance(False):
-            pass
+        self._move(probe)
+        if not probe.ended:
+            try:
+                self.checks.check_peers(probe)
+            except GroupError:
+                self._move(probe)  # the peer may have sent a message before it died
+                if not probe.ended:
+                    raise
         self.lock.is_consistent = False
         if not probe.ended:
             self.exchange.end_probe(probe)

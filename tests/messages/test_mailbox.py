@@ -278,9 +278,10 @@ def test_iprobe_beside_a_thread_that_waits(worlds) -> None:
     assert together(lambda: me.recv(np.zeros(3), 0, 1), probe) == [0, None]
 
 
-def test_a_probe_of_a_rank_that_has_left_fails(worlds) -> None:
+def test_only_a_probe_that_waits_fails_if_the_rank_has_left(worlds) -> None:
     peer, me = worlds(2).ranks
     peer.monitor.leave()
+    assert me.iprobe(0) is None
     with pytest.raises(AbortedError, match=r"rank 0 .*left the group; probe of rank 0 .*any tag"):
         me.probe(0)
 
@@ -564,6 +565,21 @@ def test_a_rank_that_polls_a_work_learns_that_a_peer_is_dead(worlds, doomed) -> 
     child.kill()
     until(work.is_completed)
     assert isinstance(work.exception(), PeerDiedError)
+
+
+def test_a_rank_that_probes_learns_that_a_peer_is_dead_after_its_messages(worlds, doomed) -> None:
+    child, members = doomed
+    me, peer = worlds(2, members=members).ranks
+    assert me.iprobe(1) is None
+    peer.isend(np.zeros(3, "f4"), 0, 7)
+    peer.await_on_the_way(0, 1)
+    child.kill()
+    child.wait()
+    assert until(lambda: me.iprobe(1)) == (1, 7, 3, 12)
+    me.recv(np.zeros(3, "f4"), 1, 7)
+    with pytest.raises(PeerDiedError, match=f"rank 1 .*{child.pid}.*died; probe of rank 1"):
+        until(lambda: me.iprobe(1))
+    assert isinstance(me.monitor.failure, PeerDiedError)
 
 
 def test_a_rank_that_polls_a_work_learns_of_its_timeout(worlds, monkeypatch: pytest.MonkeyPatch) -> None:
