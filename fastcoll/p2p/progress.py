@@ -162,6 +162,11 @@ class Progress:
                 receive.complete(None, error)
             else:
                 receive.complete(source)
+            finally:
+                if (
+                    not receive.ended
+                ):  # a signal handler has raised; the next thread that waits copies it again
+                    ended.appendleft((receive, source))
             self.lock.ring_bells()  # the thread that drives may wait for this receive
 
     # ---- posted operations ------------------------------------------------------------------------

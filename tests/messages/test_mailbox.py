@@ -32,6 +32,7 @@ from fastcoll.errors import (
     PeerDiedError,
     UsageError,
 )
+from fastcoll.p2p.progress import Progress
 from fastcoll.shm.pipe import RingPipe
 from fastcoll.system import processes
 from fastcoll.system.processes import Member
@@ -459,6 +460,30 @@ def test_an_interrupt_ends_a_blocked_call(worlds, pending: bool) -> None:
     with alarm(signal.default_int_handler, waits), pytest.raises(KeyboardInterrupt):
         me.recv(np.zeros(1), 1)
     assert "interrupted" in str(me.monitor.failure)
+
+
+def test_a_wait_can_be_repeated_after_an_interrupt_of_the_copy_back(
+    worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Progress, "drive_unattended", lambda _: False)  # the waiting thread copies
+    me, peer = worlds(2).ranks
+    interrupts = [KeyboardInterrupt, KeyboardInterrupt]
+
+    class Interrupted(ImportedArray):
+        def finish(self) -> None:
+            if interrupts:
+                raise interrupts.pop()
+            super().finish()
+
+    got = np.zeros(3)
+    work = me.mailbox.irecv(Interrupted(np.zeros(3), got), 1, 0)
+    peer.isend(np.arange(3.0), 0)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            work.wait(DEADLINE)
+        assert not work.ended
+    assert work.wait(DEADLINE)
+    assert got.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("reuse", [False, True])
