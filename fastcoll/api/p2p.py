@@ -336,13 +336,16 @@ def waitany(works: Sequence[Work]) -> int:
 
     Raises:
         UsageError: `works` is empty, a Work's callback calls this function, or the operation that ended has failed.
-        GroupError: the operation that ended has failed.
+        GroupError: the operation that ended has failed; AbortedError: none has ended, and one is under way in the
+            process from which this one was forked.
     """
     if not works:
         raise UsageError("waitany: there is no operation; give at least one Work")
     refuse_to_block("waitany")
     ended = [index for index, work in enumerate(works) if work.is_completed()]
     if not ended:
+        for work in works:
+            work.refuse_in_child()
         done, _ = wait(works, ENDLESS, FIRST_COMPLETED)
         ended = [index for index, work in enumerate(works) if work in done]
     works[ended[0]].wait()

@@ -144,7 +144,7 @@ def _time_no_more(m):
 @inlined
 def _begin(m, is_tag, peer):
     """Take the rings for a new request; return False if Python must post the request."""
-    if not is_tag or is_shut(m, -1) or not is_peer(m, peer):
+    if not is_tag or not is_peer(m, peer):
         return False
     return _take(m)
 
@@ -156,7 +156,12 @@ def _is_any(kind):
 
 @inlined
 def _take(m):
-    """Take the rings unless the engine has operations; return whether they were taken."""
+    """Take the rings unless the engine has operations or the group is shut; return whether they were taken.
+
+    In a child made by fork every group is shut, because the rings belong to the parent.
+    """
+    if is_shut(m, -1):
+        return False
     tries = 0
     while not swap_if_equal(m + 8 * r.BUSY, 0, this_thread()):
         if tries == _TRIES or load_acquire(m + 8 * r.BEHIND) != 0:
@@ -624,7 +629,7 @@ def wait(mailbox: Index, number: Index) -> int:
     peer = load_acquire(record + 8 * r.PEER)
     if _is_over(m, n):
         return -1 - peer
-    if _record_of(m, n) == 0 or is_shut(m, -1) or load_word(_table(m), r.ATTENDANT) == this_thread():
+    if _record_of(m, n) == 0 or load_word(_table(m), r.ATTENDANT) == this_thread():
         return LATER
     if load_acquire(record + 8 * r.STATE) != r.ENDED:
         if not _take(m):

@@ -675,9 +675,25 @@ group = dist.new_group()
 x = np.ones(1)
 dist.all_reduce(x)
 dist.all_reduce(x, group=group)
+got = np.zeros(1)
+for _ in range(3):  # from the second one on, compiled code completes them
+    sent = dist.isend(x, 1 - rank)
+    dist.irecv(got, 1 - rank).wait()
+    sent.wait()
+received = dist.irecv(got, 1 - rank)
+has_ended, ended = os.pipe()
 child = os.fork()
 if child == 0:
+    os.read(has_ended, 1)
+    assert not received.done()  # its message is in the parent's ring, which the child may not change
     assert dist.get_rank() == rank
+    for wait in (received.wait, lambda: dist.waitany([received])):
+        try:
+            wait()
+        except dist.AbortedError as error:
+            assert f"from which process {os.getpid()} was forked" in str(error), error
+        else:
+            raise SystemExit("it came to an end")
     for call in (
         lambda: dist.all_reduce(x), lambda: dist.all_reduce(x, group=group), lambda: group.barrier(),
         lambda: dist.new_group(), lambda: dist.send(x, 0), lambda: dist.all_reduce(x, async_op=True),
@@ -694,6 +710,10 @@ if child == 0:
     dist.init_process_group(rank=0, world_size=1, store=dist.HashStore())
     dist.all_reduce(x)
     sys.exit(0)
+sent = dist.isend(x, 1 - rank)
+received.wait()
+sent.wait()
+os.write(ended, b".")
 assert os.waitpid(child, 0)[1] == 0
 dist.all_reduce(x)
 dist.all_reduce(x, group=group)
