@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import suppress
 from typing import Any
 
 from ..core.group import ProcessGroup
@@ -308,7 +309,12 @@ def sendrecv(
         # A wrong argument raises before the message is sent.
         g.p2p.recv_init(output, _sender(g, src, None), recv_tag, None)
     sent = isend(input, dst, group, send_tag)
-    source = recv(output, src, group, recv_tag)
+    try:
+        source = recv(output, src, group, recv_tag)
+    except UsageError:  # the group stays usable, so the caller may use `input` again
+        with suppress(UsageError):  # the error of the receive is raised instead
+            sent.wait()
+        raise
     sent.wait()
     return source
 

@@ -242,6 +242,20 @@ def test_a_message_that_does_not_fit_is_an_error_on_both_sides(rank, world_size,
         assert x[0] == 0
 
 
+@pytest.mark.ranks(2)
+def test_sendrecv_has_sent_its_input_if_the_output_does_not_fit(rank, world_size):
+    x, got = np.full(1 << 18, rank + 1.0), np.zeros(1 << 18)
+    if rank == 0:
+        with pytest.raises(MismatchError):
+            dist.sendrecv(x, 1, np.zeros(2), 1)
+        x[:] = 99
+    else:
+        with pytest.raises(MismatchError):
+            dist.send(np.zeros(3), 0)
+        dist.recv(got, 0)
+        assert (got == 1).all()
+
+
 @pytest.mark.ranks(2, 4)
 def test_all_ranks_exchange_messages_beside_collectives(rank, world_size):
     sizes = (1, 3000, 400_000)
