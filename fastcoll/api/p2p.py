@@ -440,12 +440,13 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     for index, op in enumerate(p2p_op_list if many and p2p_op_list else [None]):
         if not isinstance(op, P2POp):
             raise UsageError(f"p2p_op_list is {p2p_op_list!r}; give a list of at least one P2POp")
-        group = op.group if index == 0 else group
-        if op.group is not group:
+        own = groups.world if op.group is None else op.group
+        group = own if index == 0 else group
+        if own is not group:
             raise UsageError(
                 "the operations of one batch_isend_irecv must be on one group; make a batch for each"
             )
-    g = groups.world if group is None else member_of(group, "batch_isend_irecv")
+    g = groups.world if group is groups.world else member_of(group, "batch_isend_irecv")
     if g is None:
         return []
     g.gate.check_usable()

@@ -299,6 +299,18 @@ def test_a_batch_with_a_wrong_operation_posts_none(rank, world_size):
     assert not lost.any()
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_batch_may_name_the_default_group_or_omit_it(rank, world_size):
+    peer, x, got = world_size - 1 - rank, np.full(2, rank + 1.0), np.zeros(2)
+    for one, other in ((None, dist.group.WORLD), (dist.group.WORLD, None)):
+        ops = [dist.P2POp(dist.isend, x, peer, group=one), dist.P2POp(dist.irecv, got, peer, group=other)]
+        assert all(work.wait() for work in dist.batch_isend_irecv(ops))
+    assert got.tolist() == [peer + 1.0] * 2
+    ops[0].group = dist.new_group()
+    with pytest.raises(UsageError, match="must be on one group"):
+        dist.batch_isend_irecv(ops)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_a_timeout_that_is_set_later_applies_to_messages(rank, world_size, backend):
