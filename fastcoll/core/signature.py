@@ -183,6 +183,12 @@ def describe(call: int, shape: int, ranks: Sequence[int] = ()) -> str:
     return f"{operation}({', '.join(parts)})"
 
 
+def describe_message(code: int, nbytes: int) -> str:
+    """Format what a message or an array holds, for example `(float32, 3 elements)`; `code` is that of its dtype."""
+    call = (code & 0xFF) << 8 | (code >> 8 & _DETAIL) << _DETAIL_SHIFT
+    return describe(call, nbytes).removeprefix("none")
+
+
 _SHAPES_CALL = encode("all_gather", np.dtype(np.int64), parts=SHAPES)
 
 

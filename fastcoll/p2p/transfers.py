@@ -66,7 +66,7 @@ def contents(kind: int, nbytes: int) -> str:
         return "an array on a GPU"
     if tag_of(kind) == OBJECTS_TAG:  # only the number of objects can mismatch
         return f"{nbytes // 8} objects"
-    return signature.describe((kind & 0xFF) << 8, nbytes).removeprefix("none")
+    return signature.describe_message(kind & _DTYPE_MASK, nbytes)
 
 
 def _is_on_gpu(kind: int) -> bool:

@@ -20,7 +20,7 @@ from net.meshes import Clock, alarm
 from together import together
 
 from fastcoll.arrays.imported import ImportedArray
-from fastcoll.core import monitor
+from fastcoll.core import monitor, signature
 from fastcoll.core.message import Status
 from fastcoll.core.operands import ANY_TAG
 from fastcoll.core.work import Work
@@ -91,9 +91,18 @@ def test_many_sends_received_in_reverse(worlds, nbytes: int) -> None:
     worlds(2).run(first, second)
 
 
+def without_a_name(unit: str) -> tuple[np.ndarray, str]:
+    """Return an array whose dtype has no name in errors, and what errors of collectives show for it."""
+    x = np.zeros(4, f"M8[{unit}]")
+    shown = signature.describe(signature.encode("all_reduce", x.dtype), x.nbytes)
+    return x, re.escape(shown.removeprefix("all_reduce"))
+
+
+(SECONDS, SHOWN), (HOURS, OTHER_SHOWN) = without_a_name("s"), without_a_name("h")
 REFUSALS = {
     "size": (np.zeros(4, "f4"), np.zeros(5, "f4"), "float32, 4 elements", "float32, 5 elements"),
     "dtype": (np.zeros(4, "f4"), np.zeros(4, "i4"), "float32, 4 elements", "int32, 4 elements"),
+    "dtype without a name": (SECONDS, HOURS, SHOWN, OTHER_SHOWN),
     "large": (np.zeros(5 * RING, "u1"), np.zeros(1, "u1"), "20480 elements", "1 elements"),
 }
 
