@@ -16,7 +16,7 @@ Rules:
 - No short cut overtakes a posted operation, because short cuts return without effect while the word BEHIND is set. The
   poster sets BEHIND after it appends to the inbox. The holder clears BEHIND before it checks the inbox for the last
   time, and sets it again if it finds a post.
-- A signal handler may run, and raise, between any two bytecodes of the holder. Almost always it runs when a pipe's
+- A signal handler may run, and raise, between any two bytecodes of the holder. Mostly it runs when a pipe's
   `advance` returns. `is_consistent` is True then: no event is half-handled, the pipe will return the same event again,
   and the handler may itself wait for messages. An exception while `is_consistent` is False leaves the Exchange
   inconsistent, so it fails the group.
