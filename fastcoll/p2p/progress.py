@@ -163,9 +163,8 @@ class Progress:
             else:
                 receive.complete(source)
             finally:
-                if (
-                    not receive.ended
-                ):  # a signal handler has raised; the next thread that waits copies it again
+                if not receive.ended:
+                    # A signal handler has raised. The next thread that waits copies the message again.
                     ended.appendleft((receive, source))
             self.lock.ring_bells()  # the thread that drives may wait for this receive
 
