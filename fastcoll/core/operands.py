@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ..arrays.arrays import ImportedArray
 from ..arrays.dtypes import rounded, widened
+from ..config import MOST_SECONDS
 from ..errors import ArrayError, UnavailableError, UsageError
 from .partition import pieces
 from .reduce_op import AVG, PREMUL_SUM, ReduceOp
@@ -86,13 +87,13 @@ def check_unused(pg_options: Any, device_id: Any) -> None:
 
 
 def positive_seconds(timeout: Timeout, default: float) -> float:
-    """Convert a timeout, which must be greater than 0, to seconds; for None, return the default."""
+    """Convert a timeout, which must be greater than 0, to at most MOST_SECONDS; for None, return the default."""
     if timeout is None:
         return default
     if isinstance(timeout, Real | timedelta):
         limit = seconds(timeout, default)
         if limit > 0:
-            return limit
+            return min(limit, MOST_SECONDS)
     raise UsageError(f"timeout is {timeout!r}; give seconds greater than 0, or a timedelta")
 
 

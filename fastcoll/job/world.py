@@ -136,7 +136,7 @@ def init_process_group(
             "tcp://host:port", "tcp://multicast-address:port", "file:///path", and those with a scheme added by
             `register_rendezvous_handler`.
         timeout: seconds or timedelta, for joining and for every call on the group; the default is
-            FASTCOLL_TIMEOUT (1800 s).
+            FASTCOLL_TIMEOUT (1800 s), the most 1e9 s.
         world_size, rank: the size of the job and this process's rank; -1: taken from `init_method`.
         store: a store that all processes share, of fastcoll or torch.distributed, instead of `init_method`; needs
             rank and world_size. fastcoll does not close it.

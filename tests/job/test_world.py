@@ -158,6 +158,17 @@ def test_a_world_of_one(rank: int) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("timeout", [float("inf"), 2e9, timedelta.max])
+def test_every_call_limits_a_timeout_to_the_longest(timeout: float | timedelta) -> None:
+    with dist.world(timeout=timeout) as world:
+        assert world.timeout == config.MOST_SECONDS
+        dist.barrier(timeout=timeout)
+        dist.monitored_barrier(timeout=timeout)
+        group = dist.new_group([0], timeout=timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        assert group.timeout == config.MOST_SECONDS
+
+
 @pytest.mark.ranks(2, init=False)
 def test_a_world_as_a_context_again_and_again(rank: int, world_size: int, tmp_path: Path) -> None:
     """An early rank finds the store of the previous world, and must not join that world."""
