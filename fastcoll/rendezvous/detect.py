@@ -59,6 +59,11 @@ class Detected:
         """True if all ranks run on this machine, according to the launcher."""
         return self.world_size is not None and self.local_size == self.world_size
 
+    @property
+    def is_by_mpi_or_slurm(self) -> bool:
+        """True if the rank comes from a variable of MPI or Slurm, and not from torch's RANK or only an argument."""
+        return self.rank_variable not in ("", TORCH.rank)
+
 
 class _Reading(NamedTuple):
     source: LauncherVariables
@@ -99,7 +104,7 @@ def detect(environ: Mapping[str, str], rank: int | None = None, world_size: int 
         master_port=_number(environ, "MASTER_PORT", 1, 65535),
         source=", ".join(reading.source.name for reading in readings),
         rank_variable=rank_variable,
-        found=tuple(name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if name in environ),
+        found=tuple(name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if environ.get(name)),
         job_id=_job_id(environ, leads),
     )
 

@@ -73,17 +73,13 @@ def place_of(detected: Detected) -> WorldSettings:
     check_rank(rank, world_size)
     if world_size == 1:
         return WorldSettings(0, 1)
-    if (
-        detected.master_port is None
-        and detected.on_one_node
-        and detected.rank_variable not in ("", TORCH.rank)
-    ):
+    if detected.master_port is None and detected.on_one_node and detected.is_by_mpi_or_slurm:
         return WorldSettings(rank, world_size, shared_path(detected.rank_variable))
     port = detected.master_port
     if port is None and detected.job_id is not None:
         port = derived_port(detected.job_id)
     host = detected.master_addr
-    if host is None and rank == 0:
+    if host is None and rank == 0 and detected.is_by_mpi_or_slurm:
         host = "0.0.0.0"  # rank 0 need not know which of its addresses the others use
     if host is None or port is None:
         raise _missing(detected, {"MASTER_ADDR": host, "MASTER_PORT": port})

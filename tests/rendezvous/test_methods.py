@@ -69,10 +69,13 @@ def test_a_world_of_one_needs_no_address(monkeypatch: pytest.MonkeyPatch, enviro
     found.close()
 
 
-def test_arguments_and_variables_say_where_to_meet_and_rank_0_needs_no_address(processes) -> None:
+@pytest.mark.parametrize(("variable", "address"), [("RANK", {"MASTER_ADDR": "localhost"}), ("PMI_RANK", {})])
+def test_ranks_meet_by_variables_and_arguments_and_under_mpi_rank_0_needs_no_address(
+    processes, variable: str, address: dict[str, str]
+) -> None:
     port, ranks = str(free_port()), []
-    for rank, given in enumerate(({"WORLD_SIZE": "2"}, {"WORLD_SIZE": "9", "MASTER_ADDR": "localhost"})):
-        more = {"MASTER_PORT": port, "RANK": str(7 * rank)}
+    for rank, given in enumerate((address, {"MASTER_ADDR": "localhost", "WORLD_SIZE": "9"})):
+        more = {"MASTER_PORT": port, variable: str(7 * rank)}
         ranks.append(processes.start(MEET, "env://", rank, 2, **given, **more))
     assert_one_world(processes.outputs(ranks), [rank.pid for rank in ranks], "TCPStore")
 
@@ -92,7 +95,14 @@ def test_ranks_meet_at_an_address(processes, host: str) -> None:
         ("MASTER_PORT=5", -1, r"misses RANK, WORLD_SIZE \(set: MASTER_PORT\)"),
         ("RANK=1 WORLD_SIZE=2", -1, r"misses MASTER_ADDR, MASTER_PORT \(set: RANK, WORLD_SIZE\)"),
         ("WORLD_SIZE=2 MASTER_ADDR=h", 1, r"misses MASTER_PORT \(set: WORLD_SIZE, MASTER_ADDR\)"),
-        ("RANK=0 WORLD_SIZE=2", -1, r"misses MASTER_PORT"),
+        ("RANK=0 WORLD_SIZE=2", -1, r"misses MASTER_ADDR, MASTER_PORT \(set: RANK, WORLD_SIZE\)"),
+        ("RANK=0 WORLD_SIZE=2 MASTER_PORT=5", -1, "misses MASTER_ADDR"),
+        ("WORLD_SIZE=2 MASTER_PORT=5", 0, "misses MASTER_ADDR"),
+        (
+            "RANK=1 WORLD_SIZE=2 MASTER_ADDR= MASTER_PORT=5",
+            -1,
+            r"MASTER_ADDR \(set: RANK, WORLD_SIZE, MASTER_PORT\)",
+        ),
         ("PMI_RANK=1 PMI_SIZE=2", -1, r"misses MASTER_ADDR, MASTER_PORT \(set: PMI_RANK, PMI_SIZE\)"),
         ("RANK=0 WORLD_SIZE=2 PMI_RANK=1", -1, "RANK=0, but PMI_RANK=1"),
     ],
