@@ -19,6 +19,7 @@ _log = logging.getLogger("fastcoll")
 
 _PREFIX = "FASTCOLL_"
 MOST_STREAMS = 64
+NO_FILE = "none"  # the value of FASTCOLL_TUNING with which no file is read or written
 MOST_SECONDS = 1e9  # the longest timeout, 32 years; it must be less than threading.TIMEOUT_MAX, 292 years
 
 
@@ -73,6 +74,15 @@ def _endpoint(text: str) -> MetricsAddress | str:
     return MetricsAddress(host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port))
 
 
+def _path(text: str) -> str:
+    """Return the path as an absolute one, because the program may change its folder later; an empty text stays."""
+    return os.path.abspath(text) if text else ""
+
+
+def _path_or_none(text: str) -> str:
+    return text if text == NO_FILE else _path(text)
+
+
 _positive = _checked(float, "greater than 0", lambda value: value > 0)
 _size = _checked(int, "greater than 0", lambda value: value > 0)
 _limit = _checked(
@@ -91,7 +101,7 @@ SETTINGS: dict[str, Setting] = {
         _size, 6 << 20, "bytes of shared memory that each rank contributes to a group"
     ),
     "FASTCOLL_TUNING": Setting(
-        str,
+        _path_or_none,
         "",
         "file that keeps tuning results of this machine; default ~/.config/fastcoll/tuning.json; "
         "none: keep no results",
@@ -113,7 +123,7 @@ SETTINGS: dict[str, Setting] = {
         "~/.config/fastcoll/secret",
     ),
     "FASTCOLL_SECRET_FILE": Setting(
-        str, "", "file with the secret, readable by its owner only; FASTCOLL_SECRET has precedence"
+        _path, "", "file with the secret, readable by its owner only; FASTCOLL_SECRET has precedence"
     ),
     "FASTCOLL_INSECURE": Setting(
         _switch,
@@ -171,7 +181,7 @@ SETTINGS: dict[str, Setting] = {
         "failpoints, where ranks fail on purpose in tests: `NAME:ACTION[=VALUE][@N][#RANK],...` (docs/failpoints.md)",
     ),
     "FASTCOLL_TRACE_DIR": Setting(
-        str, "", "folder into which ranks write their calls and stacks when an error occurs"
+        _path, "", "folder into which ranks write their calls and stacks when an error occurs"
     ),
     "FASTCOLL_TRACE_SITES": Setting(
         _switch, 0, "1: the flight record also has the file and line of each collective call"
@@ -186,7 +196,7 @@ SETTINGS: dict[str, Setting] = {
         str, "", "name of the socket at which the launcher takes the ranks' records; the launcher sets it"
     ),
     "FASTCOLL_PROFILE_DIR": Setting(
-        str,
+        _path,
         "",
         "folder into which ranks write the times of their calls; `python -m fastcoll profile` sets it",
     ),

@@ -9,6 +9,7 @@ import pytest
 
 from fastcoll import config
 from fastcoll.errors import UsageError
+from fastcoll.shm import tuning_cache
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,23 @@ def test_a_folder_that_depends_on_where_a_rank_starts_is_ignored(
     for given, folder in (("relative", tmp_path / ".config"), (str(tmp_path / "own"), tmp_path / "own")):
         monkeypatch.setenv("XDG_CONFIG_HOME", given)
         assert config.user_folder() == folder / "fastcoll"
+
+
+def test_paths_do_not_follow_the_program_to_another_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = ("FASTCOLL_TRACE_DIR", "FASTCOLL_PROFILE_DIR", "FASTCOLL_TUNING", "FASTCOLL_SECRET_FILE")
+    for name in names:
+        monkeypatch.setenv(name, "here")
+    monkeypatch.chdir(tmp_path)
+    config.check()
+    monkeypatch.chdir("/")
+    assert [config.get(name) for name in names] == [str(tmp_path / "here")] * 4
+
+
+def test_no_file_for_tuning_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTCOLL_TUNING", "none")
+    assert tuning_cache.path() is None
 
 
 def test_an_unknown_variable_with_our_prefix(

@@ -20,6 +20,7 @@ choice is a hash of the number alone. A row has these words:
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 import threading
@@ -33,6 +34,8 @@ from numpy.typing import NDArray
 
 from .._version import __version__
 from ..system.own_files import open_own
+
+_log = logging.getLogger("fastcoll")
 
 FORMAT = 1
 WORDS = 8
@@ -191,13 +194,17 @@ class CallLog:
         return self._count
 
     def _save(self) -> None:
-        if self._path is not None:
-            draft = f"{self._path}.part"
+        if self._path is None:
+            return
+        draft = f"{self._path}.part"
+        try:
             with os.fdopen(
                 os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w"
             ) as file:
                 json.dump(self._facts(), file)
             os.replace(draft, self._path + SUFFIX)
+        except OSError as error:  # the folder was removed, or its disk is full
+            _log.warning("the profile of this rank is incomplete: %s", error)
 
 
 def load(path: str) -> tuple[dict[str, Any], Rows]:

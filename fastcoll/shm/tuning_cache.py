@@ -44,7 +44,6 @@ Times = dict[str, dict[str, dict[str, int]]]
 
 FORMAT = 2
 RUNNING = "learned while running"
-_NOTHING = "none"  # value of FASTCOLL_TUNING with which no file is read or written
 _MOST_SECTIONS = 64  # a section has 5 KB; beyond this number the oldest sections are dropped
 _LARGEST = 1 << 40  # ns a MiB: 18 minutes
 
@@ -64,7 +63,7 @@ class Conditions(NamedTuple):
 def path() -> Path | None:
     """Return the path of the file: FASTCOLL_TUNING, or in the user's configuration directory; None: no file is used."""
     named: str = config.get("FASTCOLL_TUNING")
-    if named == _NOTHING:
+    if named == config.NO_FILE:
         return None
     folder = config.user_folder()
     return Path(named) if named else None if folder is None else folder / "tuning.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,6 +60,19 @@ def test_a_log_in_a_file_is_read_though_its_process_never_ended_it(tmp_path: Pat
     about, rows = log.load(str(tmp_path / "rank-2"))
     assert (about["rank"], about["ended"], about["groups"][0]["rank"]) == (2, 0, 2)
     assert rows.tolist() == [[1, log.SYNC, 1, REDUCE, 64, 10, 20, -1]]
+
+
+def test_a_log_whose_folder_is_removed_ends_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = tmp_path / "profile"
+    folder.mkdir()
+    written = CallLog({"rank": 2}, str(folder / "rank-2"))
+    shutil.rmtree(folder)
+    written.end()
+    (record,) = caplog.records
+    assert (
+        f"the profile of this rank is incomplete: [Errno 2] No such file or directory: '{folder}"
+        in record.message
+    )
 
 
 # ---- merging ---------------------------------------------------------------------------------------------
