@@ -38,13 +38,23 @@ def describe_exit(error: BaseException | None, ended: bool = False) -> str:
         error: the exception that the rank handles while it leaves, or that has ended its program.
         ended: whether the program has ended.
     """
-    if isinstance(error, SystemExit):
-        ended = True
-        error = error.__context__ if error.code else None  # `except ValueError: ...; sys.exit(1)`
+    ended = ended or isinstance(error, SystemExit)
+    error = uncaught(error)
     if error is None:
         return "left (its program ended)" if ended else "left the group"
+    return f"left: {describe_error(error)}"
+
+
+def uncaught(error: BaseException | None) -> BaseException | None:
+    """Return the error because of which a rank leaves: for `except ValueError: ...; sys.exit(1)` the ValueError."""
+    if isinstance(error, SystemExit):
+        return error.__context__ if error.code else None
+    return error
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error's type, its first line, and the line in the user's own files that raised it (train.py:88)."""
     text = str(error).strip().partition("\n")[0][:_MOST_CHARACTERS]
-    # `where` is the line in the user's own files that raised the exception, for example ` (train.py:88)`.
     import sysconfig  # takes a millisecond, and few programs end with an exception
 
     ours = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -53,7 +63,7 @@ def describe_exit(error: BaseException | None, ended: bool = False) -> str:
     lines = [entry for entry in lines if not entry[0].startswith((ours, "<frozen"))]
     own = [entry for entry in lines if not entry[0].startswith(others)] or lines
     where = f" ({os.path.basename(own[-1][0])}:{own[-1][1]})" if own else ""
-    return f"left: {type(error).__name__}{text and ': '}{text}{where}"
+    return f"{type(error).__name__}{text and ': '}{text}{where}"
 
 
 class Monitor(ABC):

@@ -18,8 +18,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..core.group import ProcessGroup
-from ..core.monitor import describe_exit
-from ..errors import AbortedError, GroupError
+from ..core.monitor import describe_error, describe_exit, uncaught
+from ..errors import AbortedError, GroupError, MismatchError
+from ..record import dump
 
 _log = logging.getLogger("fastcoll")
 _POLL_SECONDS = 0.005
@@ -45,6 +46,10 @@ def leave(
     """
     in_order = error is None or (isinstance(error, SystemExit) and not error.code)
     waiting = [group for group in groups if in_order and group.may_wait()]
+    cause = uncaught(error)
+    # Those of groups and of calls that do not match have been dumped where they were raised.
+    if groups and cause is not None and not isinstance(cause, GroupError | MismatchError):
+        dump.because(describe_error(cause))
     try:
         for each in waiting:
             if each.before_leaving is not None:

@@ -1,12 +1,12 @@
 """Dumps: files with a rank's record, the reasons for the dumps, and the stacks of all threads of the rank.
 
 A *record* (record.py) has a rank's groups, with the last calls in each. Each rank has one file in the folder
-FASTCOLL_TRACE_DIR, `rank-R-of-N.HOST.PID.json`. A rank writes it when a group fails, when calls do not match, on
-SIGQUIT, and in `fastcoll.dump()`; each dump replaces the file atomically. If FASTCOLL_TRACE_DIR is not set, only
-`dump(path)` writes a file. A rank that is blamed for a failure may be stopped or stuck, and then cannot dump. So a rank
-whose group failed adds the records of blamed ranks on the same machine to its own file. On SIGQUIT Python's
-faulthandler also writes the stacks to a second file, which works even if the interpreter is stuck. `python -m fastcoll
-trace` reads these files.
+FASTCOLL_TRACE_DIR, `rank-R-of-N.HOST.PID.json`. A rank writes it when a group fails, when calls do not match, when an
+exception makes the rank leave, on SIGQUIT, and in `fastcoll.dump()`; each dump replaces the file atomically. If
+FASTCOLL_TRACE_DIR is not set, only `dump(path)` writes a file. A rank that is blamed for a failure may be stopped or
+stuck, and then cannot dump. So a rank whose group failed adds the records of blamed ranks on the same machine to its
+own file. On SIGQUIT Python's faulthandler also writes the stacks to a second file, which works even if the interpreter
+is stuck. `python -m fastcoll trace` reads these files.
 """
 
 from __future__ import annotations
@@ -69,13 +69,18 @@ def dump(path: str | os.PathLike[str] | None = None) -> str:
 
 
 def after(error: _E) -> _E:
-    """Dump because of an error, if FASTCOLL_TRACE_DIR is set; return the error."""
+    """Dump because of an error of the package, if FASTCOLL_TRACE_DIR is set; return the error."""
+    because(f"{type(error).__name__}: {error}", getattr(error, "ranks", ()))
+    return error
+
+
+def because(why: str, blamed: Sequence[int] = ()) -> None:
+    """Dump for a reason, if FASTCOLL_TRACE_DIR is set; add the records of the ranks that are blamed for it."""
     if config.get("FASTCOLL_TRACE_DIR"):
         try:
-            _write(f"{type(error).__name__}: {error}", blamed=getattr(error, "ranks", ()))
+            _write(why, blamed=blamed)
         except Exception as failure:  # the failure must not replace the error
             _log.warning("the dump cannot be written: %s", failure)
-    return error
 
 
 def _write(why: str, path: str | os.PathLike[str] | None = None, blamed: Sequence[int] = ()) -> str:

@@ -8,7 +8,7 @@ begun it (a wait). If several groups diverged, mismatches come before waits, and
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ from .printing import seconds_of
 from .waits import state_of, stuck_in, waits_in
 
 _MOST_NAMED = 8
+_RANK = r"rank \d+ \(pid \d+ on [^)]*\)"
+_ENDED = re.compile(rf"({_RANK}(?:, {_RANK})*) (died|left[^;]*)")  # in the text of an error
 
 
 class Edge(NamedTuple):
@@ -158,7 +160,8 @@ def ring(found: Sequence[Edge]) -> list[Edge]:
 def summary(dumps: Sequence[Dump]) -> str:
     """Return a paragraph about what went wrong first."""
     found = divergences(dumps)
-    parts = [_headline(found[0], dumps), *_whereabouts(found[0], dumps)] if found else []
+    ended = _ended(dumps)
+    parts = [_headline(found[0], dumps), *_whereabouts(found[0], dumps, ended)] if found else []
     edges = waits(dumps)
     loop = ring(edges)
     if not found and not loop:
@@ -166,8 +169,9 @@ def summary(dumps: Sequence[Dump]) -> str:
     if loop:
         steps = ", ".join(f"rank {wait.waiter} for rank {wait.awaited} ({wait.what})" for wait in loop)
         parts.append(f"Ranks wait for one another in a ring: {steps}.")
-    if died := _died(dumps):
-        parts.append(f"Other ranks saw that {died}.")
+    if ended:
+        texts = [*dict.fromkeys(ended.values())][:_MOST_NAMED]
+        parts.append(f"Other ranks saw that {', and that '.join(texts)}.")
     reasons = [(reason.time, dump.rank, reason.why) for dump in dumps for reason in dump.reasons]
     reasons = [reason for reason in reasons if not reason[2].startswith(("SIGQUIT", "dump()"))]
     if reasons:
@@ -201,8 +205,11 @@ def _headline(found: Divergence, dumps: Sequence[Dump]) -> str:
     return f"{waited[0].upper()}{waited[1:]} waited{long} in {what}, which {_ranks(missing)} never called."
 
 
-def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:
-    """Yield a sentence about each rank that is missing in the call: its last call, and what it does now."""
+def _whereabouts(found: Divergence, dumps: Sequence[Dump], ended: Container[int]) -> Iterator[str]:
+    """Yield a sentence about each rank that is missing in the call: its last call, and what it does now.
+
+    Ranks that have `ended`, according to others, are not guessed about.
+    """
     here = {dump.rank: dump for dump in dumps}
     for rank in found.late[:_MOST_NAMED]:
         dump = here[rank]
@@ -233,14 +240,17 @@ def _whereabouts(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:
         site = f" (called at {last.site})" if last and last.site else ""
         yield f"Rank {rank}: {'; '.join([done + site, *elsewhere, *at])}."
     members = {peer.rank: peer for peer in found.members}
-    silent = [f"{rank} (pid {members[rank].pid} on {members[rank].host})" for rank in found.silent]
-    if silent:
-        more = f" and {len(silent) - _MOST_NAMED} more" if len(silent) > _MOST_NAMED else ""
-        many = "s" if len(silent) > 1 else ""
-        yield (
-            f"Rank{many} {', '.join(silent[:_MOST_NAMED])}{more} left no file: stopped, killed, or on a machine whose "
-            "files are not here."
-        )
+    known: list[str] = []
+    unknown: list[str] = []
+    for rank in found.silent:
+        named = known if rank in ended else unknown
+        named.append(f"{rank} (pid {members[rank].pid} on {members[rank].host})")
+    guess = ": stopped, killed, or on a machine whose files are not here"
+    for silent, why in ((known, ""), (unknown, guess)):
+        if silent:
+            more = f" and {len(silent) - _MOST_NAMED} more" if len(silent) > _MOST_NAMED else ""
+            many = "s" if len(silent) > 1 else ""
+            yield f"Rank{many} {', '.join(silent[:_MOST_NAMED])}{more} left no file{why}."
 
 
 def _awaited(edges: Sequence[Edge], dumps: Sequence[Dump]) -> Iterator[str]:
@@ -266,13 +276,16 @@ def _without_divergence(dumps: Sequence[Dump]) -> str:
     )
 
 
-def _died(dumps: Sequence[Dump]) -> str:
-    for dump in dumps:
-        for reason in dump.reasons:
-            found = re.match(r"PeerDiedError: (rank .*? died)", reason.why)
-            if found:
-                return found[1]
-    return ""
+def _ended(dumps: Sequence[Dump]) -> dict[int, str]:
+    """Return the ranks that died, or left without a dump of their own, according to other ranks' errors, and how."""
+    own = {dump.rank for dump in dumps if dump.seen_by is None}
+    reasons = sorted((reason for dump in dumps for reason in dump.reasons), key=lambda reason: reason.time)
+    found: dict[int, str] = {}
+    for ended in (ended for reason in reasons for ended in _ENDED.finditer(reason.why)):
+        for rank in map(int, re.findall(r"rank (\d+) ", ended[1])):
+            if ended[2] == "died" or rank not in own:
+                found.setdefault(rank, ended[0])
+    return found
 
 
 def _ranks(ranks: Sequence[int]) -> str:

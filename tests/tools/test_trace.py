@@ -102,6 +102,17 @@ def test_a_rank_that_never_called_and_where_it_is() -> None:
     assert edges == {(0, 1), (2, 1)}
 
 
+@pytest.mark.parametrize(
+    "end", ["died", "left: ValueError: bad data (train.py:7)", "left (its program ended)"]
+)
+def test_how_a_rank_without_a_file_ended_is_known_from_other_ranks(end: str) -> None:
+    why = f"AbortedError: rank 1 (pid 101 on node) {end}; barrier(), call 3 of group 'WORLD'"
+    waiting = dump(0, group(0, [*DONE, call(3, BARRIER, "under way")], 2))
+    found = divergence.summary([replace(waiting, reasons=(Reason(60.0, why, ""),))])
+    assert "Rank 1 (pid 101 on node) left no file. " in found
+    assert f"Other ranks saw that rank 1 (pid 101 on node) {end}." in found
+
+
 @pytest.mark.parametrize("file", ["record/dump.py", "api/collectives.py", "job/groups.py", "shm/calls.py"])
 def test_the_place_in_the_program_is_found_in_files_of_another_installation(file: str) -> None:
     frame = f'  File "/there/site-packages/fastcoll/{file}", line 140 in inner\n'
@@ -263,6 +274,23 @@ def test_a_skipped_call(tmp_path: Path, backend: str) -> None:
     )
     assert f"program.py:{all_reduce}, where ranks 0, 1 called barrier() at" in found
     assert f"program.py:{barrier}." in found
+
+
+RAISES = """
+import numpy as np
+import fastcoll as dist
+dist.init_process_group()
+dist.barrier()
+if dist.get_rank() == 1:
+    raise ValueError("bad data")
+dist.all_reduce(np.ones(10))
+"""
+
+
+def test_a_rank_that_raised_an_exception_has_the_first_error(tmp_path: Path) -> None:
+    found = report(job(tmp_path, "", text=RAISES)).splitlines()[0]
+    assert found.endswith('The first error was rank 1\'s: "ValueError: bad data (program.py:7)".')
+    assert "left" not in found, found
 
 
 LATE = "which rank 2 never called"
