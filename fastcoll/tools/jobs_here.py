@@ -228,7 +228,7 @@ def _named(text: str) -> Callable[[Process], bool]:
         if text.isdecimal():
             if int(text) in _line(process.pid):
                 return True
-        elif text in process.command.split() or text in map(os.path.basename, process.command.split()):
+        elif text in (words := _words(process.pid)) or text in map(os.path.basename, words):
             return True
         with suppress(OSError):
             environ = _environ(process.pid)
@@ -360,9 +360,14 @@ def _dumps(pid: int) -> bool:
 
 
 def _command(pid: int) -> str:
-    """Return the command line of a process, without the folder of the program."""
+    """Return the start of the command line of a process."""
+    return " ".join(_words(pid))[:_MOST_COMMAND]
+
+
+def _words(pid: int) -> list[str]:
+    """Return the words of the command line of a process, without the folder of the program; none: it has ended."""
     with suppress(OSError):
         line = Path(f"/proc/{living_thread(pid)}/cmdline").read_bytes().decode(errors="replace")
         program, *words = line.split("\0")
-        return " ".join(" ".join([os.path.basename(program), *words]).split())[:_MOST_COMMAND]
-    return ""
+        return " ".join([os.path.basename(program), *words]).split()
+    return []

@@ -345,6 +345,20 @@ def test_a_rank_whose_first_thread_alone_has_ended_is_shown_as_running_on(tmp_pa
             rank.kill()
 
 
+def test_a_job_is_found_by_any_word_of_a_long_command_line(tmp_path):
+    (tmp_path / "alone.py").write_text(
+        "import sys\nimport fastcoll as dist\nwith dist.world(world_size=1, rank=0):\n"
+        "    print('up', flush=True)\n    sys.stdin.read()\n"
+    )
+    command = [sys.executable, "alone.py", "long" * 50, str(tmp_path / "the_last_word.yaml")]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout.readline() == b"up\n"
+        for word in (command[-1], "the_last_word.yaml"):
+            ((found,),) = (each["ranks"] for each in look(word)["jobs"])
+            assert found["pid"] == rank.pid
+        rank.stdin.close()
+
+
 def test_without_a_job_nothing_is_found():
     """This process is no rank, but it may be the ancestor of ranks that other tests have started."""
     assert [job for job in look()["jobs"] if os.getpid() in [rank["pid"] for rank in job["ranks"]]] == []
