@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,18 +102,27 @@ def _run_spawned(rank: int, worker: Callable[..., int | None], url: str, ranks: 
     sys.exit(worker(rank, {"init_method": url, "world_size": ranks, "rank": rank}, *rest))
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return a parser of all options except those of studies."""
+def make_parser(uses: Container[str] | None = None) -> argparse.ArgumentParser:
+    """Return a parser of all options except those of studies, or only of those that a study `uses`."""
     parser = argparse.ArgumentParser(
         prog="python -m fastcoll.bench",
         description="Time and verify collective operations.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("operations", nargs="*", metavar="operation", help="default: all")
-    parser.add_argument("-n", "--ranks", type=int, help="processes to start (default: 2)")
 
-    add = parser.add_argument_group("what is measured").add_argument
+    def adding(group: Any) -> Callable[..., None]:
+        def add(*names: str, **options: Any) -> None:
+            if uses is None or any(name in uses for name in names):
+                group.add_argument(*names, **options)
+
+        return add
+
+    add = adding(parser)
+    add("operations", nargs="*", metavar="operation", help="default: all")
+    add("-n", "--ranks", type=int, help="processes to start (default: 2)")
+
+    add = adding(parser.add_argument_group("what is measured"))
     size, sizes = argument(cases.parse_size), listed(cases.parse_size)
     add("-b", "--begin", type=size, default=8, metavar="SIZE", help="smallest size (default: 8)")
     add("-e", "--end", type=size, default=64 << 20, metavar="SIZE", help="largest (default: 64M)")
@@ -125,7 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("-o", "--op", type=redops, default=["sum"], help=several)
     add("-r", "--root", type=int, default=0, help="the root of rooted operations (default: 0)")
 
-    add = parser.add_argument_group("how").add_argument
+    add = adding(parser.add_argument_group("how"))
     add("--backend", default="auto", help="default: auto")
     where = "where the arrays are (default: cpu); cuda needs CuPy"
     add("--device", choices=("cpu", "cuda"), default="cpu", help=where)
@@ -141,7 +150,7 @@ def make_parser() -> argparse.ArgumentParser:
     cores = argument(cases.cores)
     add("--cores", "--pin", type=cores, nargs="?", default=[], const=usable, metavar="CORES", help=pinned)
 
-    add = parser.add_argument_group("results").add_argument
+    add = adding(parser.add_argument_group("results"))
     add("--json", type=argument(writable), metavar="FILE", help="also write the whole run")
     add("--csv", type=argument(writable), metavar="FILE", help="also write the rows")
     drawn = "also draw, e.g. out.png; PNG and SVG if the name has no extension; repeatable; "
@@ -162,17 +171,23 @@ class Study(NamedTuple):
 
 
 def read_study(
-    words: Sequence[str], option: str, about: str = "this study", starts_ranks: bool = False, **defaults: Any
+    words: Sequence[str],
+    option: str,
+    uses: Sequence[str] = (),
+    about: str = "this study",
+    starts_ranks: bool = False,
+    **defaults: Any,
 ) -> Study:
     """Read the command line of a study; exit with a usage error if the study cannot run.
 
     Args:
         option: the option that asks for the study.
+        uses: the benchmark's options that the study uses besides --ranks; others are refused.
         about: the help on the option.
         starts_ranks: whether the study starts its own ranks, so that it is refused under a launcher.
         defaults: the study's defaults for options, if they differ from the benchmark's.
     """
-    parser = make_parser()
+    parser = make_parser({"--ranks", *uses})
     parser.add_argument(option, action="store_true", help=about)
     parser.set_defaults(**defaults)
     given = parser.parse_args(words)

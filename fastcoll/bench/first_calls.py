@@ -38,6 +38,17 @@ _FIRST = 10
 _FEWEST, _MOST = 100, 20_000  # bounds for the number of calls after the first ten
 _ROW = "{:>16} {:>6} {:>10} {:>10} {:>10} {:>13} {:>16}"
 _HEADING = _ROW.format("operation", "size", "first", "2 to 10", "median", "ten / median", "2 to 10 / median")
+_OPTIONS = (
+    "operations",
+    "--sizes",
+    "--dtype",
+    "--op",
+    "--root",
+    "--backend",
+    "--seconds",
+    "--cores",
+    "--json",
+)
 
 Row = dict[str, Any]
 
@@ -45,7 +56,9 @@ Row = dict[str, Any]
 def main(words: Sequence[str]) -> int:
     """Measure the cells that a command line asks for; return the exit code."""
     cores = sorted(os.sched_getaffinity(0))
-    parser, given, _, ranks = read_study(words, "--first-calls", starts_ranks=True, cores=cores, seconds=0.5)
+    parser, given, _, ranks = read_study(
+        words, "--first-calls", _OPTIONS, starts_ranks=True, cores=cores, seconds=0.5
+    )
     try:
         operations = [parse_operation(name) for name in given.operations] or list(OPERATIONS)
     except UsageError as error:

@@ -45,7 +45,7 @@ class Measured(NamedTuple):
 def main(words: Sequence[str]) -> int:
     """Tune for the number of ranks of a command line; return the exit code."""
     parser, given, launched, ranks = read_study(
-        words, "--tune", "find the fastest algorithms on this machine, and store them"
+        words, "--tune", ["--cores"], "find the fastest algorithms on this machine, and store them"
     )
     if ranks < 2:
         parser.error("--tune compares algorithms between ranks; give -n, as in --tune -n 4")

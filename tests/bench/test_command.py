@@ -103,6 +103,10 @@ def test_wrong_results_are_exit_code_1(tmp_path):
         (["nothing", "--first-calls"], "nothing"),
         (["--tune", "-n", "1"], "between ranks"),
         (["--tune"], "that is none"),
+        (["--start", "--json", "out.json"], "unrecognized arguments: --json out.json"),
+        (["--overlap", "barrier", "--cores", "0"], "unrecognized arguments: barrier --cores 0"),
+        (["--first-calls", "--begin=8"], "unrecognized arguments: --begin=8"),
+        (["--tune", "nosuch"], "unrecognized arguments: nosuch"),
         (
             ["--device", "cuda", "update_symmetric_all_reduce"],
             "update_symmetric_all_reduce is for host memory",
