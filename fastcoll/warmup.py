@@ -23,6 +23,7 @@ from .arrays.dtypes import parse_dtype
 from .bench.cases import positive
 from .core.reduce_op import ReduceOp
 from .errors import FastcollError, UsageError
+from .system.standard_streams import run_command
 
 if TYPE_CHECKING:
     from .compiler.jit import Entry
@@ -130,4 +131,4 @@ def _make(name: str) -> _Made:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

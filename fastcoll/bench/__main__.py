@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 
+from ..system.standard_streams import run_command
 from . import command
 
 
@@ -16,4 +17,4 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":  # the workers import this module again
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(lambda: main(sys.argv[1:])))

@@ -19,6 +19,7 @@ from ..job.backends import parse_backend
 from ..pages import html_page
 from ..pages.output_files import writable
 from ..rendezvous.detect import Detected, detect
+from ..system.standard_streams import PIPE_IS_CLOSED, run_command
 from . import cases
 from .cases import argument, listed, parse_operation, positive
 from .picture import PICTURES
@@ -88,7 +89,7 @@ def run_ranks(worker: Callable[..., int | None], launched: Detected, ranks: int,
             spawn(_run_spawned, (worker, f"file://{folder}/meeting", ranks, arguments), ranks)
         except (ProcessExitedError, ProcessRaisedError) as error:
             code: int = getattr(error, "exit_code", OK)
-            if code in (FAILED, MISUSED):  # rank 0 has printed why
+            if code in (FAILED, MISUSED, PIPE_IS_CLOSED):  # rank 0 has printed why, if it could
                 return code
             print(error, file=sys.stderr)
             return FAILED
@@ -99,7 +100,8 @@ def run_ranks(worker: Callable[..., int | None], launched: Detected, ranks: int,
 
 
 def _run_spawned(rank: int, worker: Callable[..., int | None], url: str, ranks: int, rest: Any) -> None:
-    sys.exit(worker(rank, {"init_method": url, "world_size": ranks, "rank": rank}, *rest))
+    meeting = {"init_method": url, "world_size": ranks, "rank": rank}
+    sys.exit(run_command(lambda: worker(rank, meeting, *rest)))
 
 
 def make_parser(uses: Container[str] | None = None) -> argparse.ArgumentParser:

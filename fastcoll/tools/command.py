@@ -7,12 +7,12 @@ called, so that `status` does not wait for the imports of `bench`.
 from __future__ import annotations
 
 import difflib
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from .._version import __version__
+from ..system.standard_streams import run_command
 
 COMMANDS = {
     "status": ("fastcoll.tools.running", "the jobs on this machine, and the ranks that hold them up"),
@@ -25,7 +25,6 @@ COMMANDS = {
     "bench": ("fastcoll.bench.__main__", "time and verify operations"),
     "warmup": ("fastcoll.warmup", "compile functions now, so that programs do not wait for it"),
 }
-_PIPE_IS_CLOSED = 141  # a shell's exit code for a program that SIGPIPE has ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,14 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cure = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         print(f"fastcoll: there is no command {name!r}; {cure}", file=sys.stderr)
         return 2
-    try:
-        code: int = import_module(COMMANDS[name][0]).main(words)
-        sys.stdout.flush()
-    except BrokenPipeError:  # as in `python -m fastcoll env | head -1`
-        # Replace stdout, because Python flushes it at exit, and that would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _PIPE_IS_CLOSED
-    return code
+    return run_command(lambda: import_module(COMMANDS[name][0]).main(words))
 
 
 def _help() -> str:

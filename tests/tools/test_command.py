@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from programs import python
 
+from fastcoll.system.standard_streams import run_command
 from fastcoll.tools import command
 from fastcoll.tools.printing import Printer, bytes_of, seconds_of
 
@@ -41,14 +42,40 @@ def test_without_a_command_the_commands_are_listed_and_an_unknown_one_is_refused
     assert "did you mean doctor?" in done.stderr
 
 
-def test_a_reader_that_goes_away_is_no_error():
-    code = "import sys; from fastcoll.tools.command import main; sys.exit(main(['env']))"
+COMMAND = "import sys; from fastcoll.tools.command import main; sys.exit(main(sys.argv[1:]))"
+TO_A_PIPE = [
+    [sys.executable, "-c", COMMAND, "env"],
+    [sys.executable, "-m", "fastcoll.bench", "barrier", "--iters", "1"],
+    [sys.executable, "-m", "fastcoll.warmup", "--ops", "barrier", "-j", "1"],
+]
+
+
+@pytest.mark.parametrize("words", TO_A_PIPE, ids=lambda words: words[2].rpartition(".")[2])
+def test_a_reader_that_goes_away_is_no_error(words):
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, timeout=LIMIT)
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, timeout=LIMIT)
     os.close(write)
     assert done.returncode == 141
-    assert done.stderr == b""
+    assert b"Error" not in done.stderr, done.stderr
+
+
+def test_a_command_whose_output_is_closed_from_the_start_prints_nothing():
+    words = ["sh", "-c", 'exec "$0" -c "$1" env >&-', sys.executable, COMMAND]
+    done = subprocess.run(words, stderr=subprocess.PIPE, timeout=LIMIT)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
+def test_a_stream_that_is_closed_from_the_start_is_the_null_device(name, monkeypatch):
+    def command() -> int:
+        with getattr(sys, name) as stream:
+            assert os.fstat(stream.fileno()).st_rdev == os.stat(os.devnull).st_rdev
+        monkeypatch.undo()
+        return 3
+
+    monkeypatch.setattr(sys, name, None)
+    assert run_command(command) == 3
 
 
 @pytest.mark.parametrize("name", ["env", "status"])
