@@ -7,10 +7,13 @@ import importlib
 import importlib.util
 import os
 import shlex
+import signal
 import sys
 import tempfile
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 from ..arrays.dtypes import parse_dtype
@@ -84,7 +87,7 @@ def run_ranks(worker: Callable[..., int | None], launched: Detected, ranks: int,
         return worker(launched.local_rank or 0, {}, *arguments) or OK
     from ..launch.spawn import ProcessExitedError, ProcessRaisedError, spawn
 
-    with tempfile.TemporaryDirectory(prefix="fastcoll-bench-") as folder:
+    with temporary_folder() as folder:
         try:
             spawn(_run_spawned, (worker, f"file://{folder}/meeting", ranks, arguments), ranks)
         except (ProcessExitedError, ProcessRaisedError) as error:
@@ -97,6 +100,21 @@ def run_ranks(worker: Callable[..., int | None], launched: Detected, ranks: int,
             print("interrupted", file=sys.stderr)
             return 130
     return OK
+
+
+@contextmanager
+def temporary_folder() -> Iterator[str]:
+    """Make a folder, and remove it at the end of the block, which SIGTERM ends like an exception."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)  # a shell's exit code for a program that the signal has ended
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with tempfile.TemporaryDirectory(prefix="fastcoll-bench-") as folder:
+            yield folder
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run_spawned(rank: int, worker: Callable[..., int | None], url: str, ranks: int, rest: Any) -> None:

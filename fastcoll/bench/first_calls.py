@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -26,7 +25,7 @@ import fastcoll as dist
 from ..errors import UsageError
 from ..launch.spawn import spawn
 from .cases import Case, cases, format_size, parse_operation
-from .command import read_study
+from .command import read_study, temporary_folder
 from .measuring import no_collector, pin
 from .rank import Host, prepare
 from .results import describe, digits, machine
@@ -103,7 +102,7 @@ def _start(case: Case, cores: Sequence[int], backend: str, seconds: float) -> tu
 
     They are the first call, the mean of calls 2 to 10, the mean of calls 1 to 10, and the median of the later calls.
     """
-    with tempfile.TemporaryDirectory(prefix="fastcoll-bench-") as folder:
+    with temporary_folder() as folder:
         spawn(_rank, (case, list(cores), backend, seconds, folder), case.ranks)
         calls = np.array([json.loads(Path(folder, str(rank)).read_text()) for rank in range(case.ranks)])
     ten, later = calls[:, :_FIRST], calls[:, _FIRST:]

@@ -10,14 +10,13 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from ..errors import UsageError
-from .command import read_study
+from .command import read_study, temporary_folder
 
 _RANK = """
 import json, sys, time
@@ -60,7 +59,7 @@ def run(ranks: int, times: int = 10) -> None:
 
 def _start(ranks: int) -> list[float]:
     """Return the time of each of STEPS in seconds, of the slowest rank."""
-    with tempfile.TemporaryDirectory(prefix="fastcoll-bench-") as folder, ExitStack() as started:
+    with temporary_folder() as folder, ExitStack() as started:
         meeting = str(Path(folder) / "meeting")
         processes = []
         for rank in range(ranks):

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from programs import python
 
 from fastcoll.bench import tune
-from fastcoll.bench.command import main, pictures
+from fastcoll.bench.command import main, pictures, temporary_folder
 
 BENCH = ["-m", "fastcoll.bench"]
 LAUNCH = ["-m", "fastcoll.launch"]
@@ -121,6 +122,15 @@ def test_pictures_get_their_extensions_and_are_not_written_by_the_check(tmp_path
     found = pictures([tmp_path / "out", tmp_path / "b.pdf"])
     assert [path.name for path in found] == ["out.png", "out.svg", "b.pdf"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sigterm_leaves_no_folder_behind():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, temporary_folder() as folder:
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert not os.path.exists(folder)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_contradictions_of_the_launcher_are_refused(refused, monkeypatch):
