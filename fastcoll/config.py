@@ -20,6 +20,8 @@ _log = logging.getLogger("fastcoll")
 _PREFIX = "FASTCOLL_"
 MOST_STREAMS = 64
 NO_FILE = "none"  # the value of FASTCOLL_TUNING with which no file is read or written
+# In the order of the numbers in shm/autotune.py.
+SHM_ALGORITHMS = "close", "past", "ahead", "ahead_out", "past_out", "direct"
 MOST_SECONDS = 1e9  # the longest timeout, 32 years; it must be less than threading.TIMEOUT_MAX, 292 years
 
 
@@ -83,6 +85,12 @@ def _path_or_none(text: str) -> str:
     return text if text == NO_FILE else _path(text)
 
 
+def _algorithms(text: str) -> str:
+    if unknown := [name for name in text.split(",") if name and name not in SHM_ALGORITHMS]:
+        raise ValueError(f"there is no {unknown[0]!r}; there are {', '.join(SHM_ALGORITHMS)}")
+    return text
+
+
 _positive = _checked(float, "greater than 0", lambda value: value > 0)
 _size = _checked(int, "greater than 0", lambda value: value > 0)
 _limit = _checked(
@@ -107,7 +115,7 @@ SETTINGS: dict[str, Setting] = {
         "none: keep no results",
     ),
     "FASTCOLL_SHM_ALGORITHMS": Setting(
-        str,
+        _algorithms,
         "",
         "algorithms that large calls on a node may use, for example direct,close (docs/tuning.md); default: all",
     ),

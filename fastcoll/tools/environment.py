@@ -16,7 +16,7 @@ from typing import NamedTuple
 from .. import config
 from .._version import __version__
 from ..errors import UsageError
-from ..rendezvous import detect
+from ..rendezvous import attempts, detect
 from ..rendezvous.detect import Detected, LauncherVariables
 from .printing import Printer
 
@@ -24,8 +24,8 @@ _SECRET = "FASTCOLL_SECRET"
 _OTHERS = {
     "NUMBA_CACHE_DIR": "where compiled code is kept",
     "GLOO_SOCKET_IFNAME": "network interfaces, if FASTCOLL_SOCKET_IFNAME is not set",
-    "XDG_CONFIG_HOME": "the folder with fastcoll/tuning.json",
-    "XDG_CACHE_HOME": "the folder with compiled code, if the package's own folder cannot be written to",
+    "XDG_CONFIG_HOME": "the folder with fastcoll/tuning.json and fastcoll/secret, instead of ~/.config",
+    "XDG_CACHE_HOME": "the folder with compiled code, instead of ~/.cache, if NUMBA_CACHE_DIR is not set",
     "CUDA_VISIBLE_DEVICES": "the GPUs that this process sees",
     "NO_COLOR": "these commands print without colours",
 }
@@ -201,19 +201,25 @@ def _meeting(detected: Detected) -> tuple[str, str, str]:
 
 def settings_of(environ: Mapping[str, str]) -> list[SettingInForce]:
     """Return every setting of fastcoll, and every FASTCOLL_ variable that is not a setting."""
-    found = [_setting(name, setting, environ.get(name)) for name, setting in config.SETTINGS.items()]
+    found = [_setting(name, setting, environ) for name, setting in config.SETTINGS.items()]
     for name, cure in config.unknown(environ).items():
         found.append(SettingInForce(name, environ[name], "environment", f"no setting of fastcoll; {cure}"))
     return found
 
 
-def _setting(name: str, setting: config.Setting, text: str | None) -> SettingInForce:
+def _setting(name: str, setting: config.Setting, environ: Mapping[str, str]) -> SettingInForce:
+    text = environ.get(name)
     if text is None:
         return SettingInForce(name, _shown(setting.default), "default", setting.meaning)
     if name == _SECRET:
         return SettingInForce(name, f"({len(text)} characters)", "environment", setting.meaning)
     try:
-        return SettingInForce(name, _shown(setting.parse(text)), "environment", setting.meaning)
+        value = _shown(setting.parse(text))
+        if name == "FASTCOLL_PLACE" and text:
+            attempts.place_of(text)
+        if name == "FASTCOLL_JOINER" and text == "1" and not environ.get("FASTCOLL_ELASTIC"):
+            raise UsageError("the launcher also sets FASTCOLL_ELASTIC, which is not set: unset it")
+        return SettingInForce(name, value, "environment", setting.meaning)
     except ValueError as error:
         return SettingInForce(
             name, text, "environment", setting.meaning, f"cannot be used ({error}); {setting.meaning}"

@@ -13,7 +13,7 @@ import pytest
 from programs import python
 
 from fastcoll.system.standard_streams import run_command
-from fastcoll.tools import command
+from fastcoll.tools import command, environment
 from fastcoll.tools.printing import Printer, bytes_of, seconds_of
 
 LIMIT = 120  # s, which only ends a hang
@@ -205,6 +205,23 @@ def test_env_shows_what_would_be_refused(tmp_path):
     assert report["settings"]["FASTCOLL_TIMEOUT"] == {"value": "soon", "from": "environment"}
     assert "cannot be used" in report["wrong"][0]
     assert "FASTCOLL_TIMEUOT" in report["settings"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("FASTCOLL_SHM_ALGORITHMS", "close,foo", "there is no 'foo'; there are close, past,"),
+        ("FASTCOLL_PLACE", "x", "FASTCOLL_PLACE is 'x'; it is set by the launcher"),
+        ("FASTCOLL_JOINER", "1", "FASTCOLL_ELASTIC, which is not set"),
+    ],
+)
+def test_env_refuses_the_settings_that_ranks_would_refuse(name, text, why, capsys, monkeypatch):
+    monkeypatch.setenv(name, text)
+    assert environment.main(["--json"]) == 1
+    (wrong,) = json.loads(capsys.readouterr().out)["wrong"]
+    assert why in wrong
+    done = python("-c", "import fastcoll; fastcoll.init_process_group()")
+    assert "fastcoll.errors.UsageError: " in done.stderr
 
 
 def test_env_shows_which_files_it_would_use_and_never_the_secret():
