@@ -55,7 +55,10 @@ def main(words: Sequence[str] | None = None) -> int:
             html_page.require()
         for path in filter(None, (given.html, given.json)):
             writable(path)
-    except (UnavailableError, UsageError) as error:
+        if given.folder is not None:
+            given.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            writable(given.folder / SUFFIX)
+    except (UnavailableError, UsageError, OSError) as error:
         print(f"fastcoll profile: {error}", file=sys.stderr)
         return _MISUSED
     with ExitStack() as stack:

@@ -18,6 +18,7 @@ from programs import LIMIT, python, until
 import fastcoll as dist
 from fastcoll.core import signature
 from fastcoll.core.work import Work
+from fastcoll.profiling import command
 from fastcoll.profiling.merging import Profile, ProfileEntry, RankLog, merge
 from fastcoll.profiling.report import text_of
 from fastcoll.record import call_log as log
@@ -345,3 +346,14 @@ def test_a_file_that_cannot_be_written_is_named_before_the_program_runs(tmp_path
         2, f"fastcoll profile: {out} cannot be written: there is no folder {out.parent}\n"
     )  # fmt: skip
     assert not ran.exists()
+
+
+def test_a_folder_that_cannot_be_used_is_named_before_the_program_runs(tmp_path: Path, capsys):
+    (tmp_path / "file").touch()
+    for folder, said in (
+        (tmp_path / "file", f"File exists: '{tmp_path / 'file'}'"),
+        (Path("/proc"), "/.profile.json cannot be written"),
+    ):
+        assert command.main(["--folder", str(folder), "--", "touch", str(tmp_path / "ran")]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
