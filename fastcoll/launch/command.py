@@ -44,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the launcher with the arguments `argv` (default: those of this process); return its exit code."""
     options, job = read(argv)
     logs: Path | None = options.log_dir
-    failpoints.arm(config.get("FASTCOLL_FAILPOINT"))
     with Console(options.signals_to_handle) as console, ExitStack() as serving:
         try:
+            failpoints.arm(config.get("FASTCOLL_FAILPOINT"))
             metrics = serving.enter_context(in_launcher.serving())
         except FastcollError as error:
             console.say(str(error))

@@ -264,7 +264,7 @@ def _check_rendezvous(parser: argparse.ArgumentParser, options: argparse.Namespa
 
 
 def _outputs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Outputs:
-    """Return where output goes; make the folder for log files."""
+    """Return where output goes; make the folder for log files, and check that files can be made there."""
     goes_to_files = any(options.redirects.values()) or any(options.tee.values())
     options.made_log_dir = goes_to_files and options.log_dir is None
     if options.made_log_dir:
@@ -272,9 +272,10 @@ def _outputs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Ou
     try:
         if options.log_dir is not None:
             options.log_dir.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=options.log_dir).close()
     except OSError as error:
         parser.error(
-            f"--log_dir {str(options.log_dir)!r} cannot be made: {error.strerror}; give another folder"
+            f"--log_dir {str(options.log_dir)!r} cannot be used: {error.strerror}; give another folder"
         )
     all_to_files = options.log_dir is not None and not goes_to_files
     return Outputs(all_to_files, options.redirects, options.tee, options.local_ranks_filter)

@@ -298,8 +298,9 @@ def test_a_signal_ends_ranks_whose_output_is_not_read(script: Script, start: Sta
         ("--max-restarts=-1 script.py", "give a whole number from 0 up, not '-1'"),
         ("--grace=-1 script.py", "give a number of seconds from 0 up, not '-1'"),
         ("--grace=x script.py", "give a number of seconds from 0 up, not 'x'"),
-        ("--log_dir=script.py script.py", "--log_dir 'script.py' cannot be made: File exists"),
-        ("--log_dir=script.py/x script.py", "'script.py/x' cannot be made: Not a directory"),
+        ("--log_dir=script.py script.py", "--log_dir 'script.py' cannot be used: File exists"),
+        ("--log_dir=script.py/x script.py", "'script.py/x' cannot be used: Not a directory"),
+        ("--log_dir=/proc script.py", "--log_dir '/proc' cannot be used: No such file"),
         ("-m --no_python script", "-m and --no_python exclude each other"),
         ("--use_env --pass-local-rank script.py", "not allowed with argument --use_env"),
         ("absent.py", "there is no script 'absent.py' (for a module give -m)"),
@@ -323,6 +324,15 @@ def test_wrong_options_are_refused(
         read(options.split())
     assert info.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_a_failpoint_that_does_not_exist_is_refused(launch: Launch) -> None:
+    done = launch("", "script.py", env={**os.environ, "FASTCOLL_FAILPOINT": "foo"})
+    assert done.returncode == 1
+    assert (
+        "fastcoll.launch: FASTCOLL_FAILPOINT='foo' cannot be used (there is no failpoint 'foo'" in done.stderr
+    )
+    assert "Traceback" not in done.stderr
 
 
 def test_auto_is_one_rank_per_usable_core_and_the_port_differs_from_job_to_job(script: Script) -> None:
