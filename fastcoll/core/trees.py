@@ -48,7 +48,14 @@ class Tree(ImportedArray):
         self._tree = tree
         self._given: list[Any] = []
         self.leaves: list[ImportedArray] = []
-        self.structure = self._flatten(tree, "tensor", import_array)
+
+        def described(x: Any, name: str) -> str:
+            leaf = import_array(x, what=name)
+            self.leaves.append(leaf)
+            self._given.append(x)
+            return f"{leaf.array.dtype} {leaf.array.shape}"
+
+        self.structure = outline(tree, described)
         if not self.leaves:
             self.leaves.append(ImportedArray(np.empty(0, np.float32)))
         if len({type(leaf.array) for leaf in self.leaves}) > 1:
@@ -122,21 +129,24 @@ class Tree(ImportedArray):
         pairs = zip(done, self._given, strict=True)
         return rebuilt(self._tree, iter([old if new is None else new for new, old in pairs]))
 
-    def _flatten(self, x: Any, name: str, import_array: Callable[..., ImportedArray]) -> str:
-        if x is None:
-            return "None"
-        if isinstance(x, dict):
-            items = (
-                f"{key!r}: {self._flatten(x[key], f'{name}[{key!r}]', import_array)}" for key in _keys(x)
-            )
-            return f"{{{', '.join(items)}}}"
-        if isinstance(x, list | tuple):
-            inner = ", ".join(self._flatten(y, f"{name}[{index}]", import_array) for index, y in enumerate(x))
-            return f"[{inner}]" if isinstance(x, list) else f"({inner})"
-        leaf = import_array(x, what=name)
-        self.leaves.append(leaf)
-        self._given.append(x)
-        return f"{leaf.array.dtype} {leaf.array.shape}"
+
+def outline(x: Any, describe: Callable[[Any, str], str], name: str = "tensor") -> str:
+    """Return the nesting of a tree as text, in the form of Python's literals.
+
+    The text of a leaf is `describe(leaf, name)`, which is called in the order that all ranks share. Dynamo traces this
+    function.
+    """
+    if x is None:
+        return "None"
+    if isinstance(x, dict):
+        items = [f"{key!r}: {outline(x[key], describe, f'{name}[{key!r}]')}" for key in _keys(x)]
+        return f"{{{', '.join(items)}}}"
+    if isinstance(x, list | tuple):
+        inner = ", ".join([outline(y, describe, f"{name}[{index}]") for index, y in enumerate(x)])
+        if isinstance(x, list):
+            return f"[{inner}]"
+        return f"({inner},)" if len(x) == 1 else f"({inner})"
+    return describe(x, name)
 
 
 def _keys(x: dict[Any, Any]) -> list[Any]:

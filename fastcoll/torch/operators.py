@@ -13,6 +13,8 @@ derivatives. For reductions, torch has derivatives of SUM only; these operators 
 
 from __future__ import annotations
 
+import ast
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
@@ -25,13 +27,15 @@ from ..core.group import ProcessGroup
 from ..core.operations import IN_PLACE, KINDS, LIST_IN_PLACE, METHODS, ONE_TO_ONE
 from ..core.operations import call as call_method
 from ..core.reduce_op import ReduceOp
+from ..core.trees import outline, rebuilt
 from ..core.work import Work
 from ..errors import UnavailableError, UsageError
 from ..job.groups import NonMember, group_rank, groups
 from .registration import run_uncompiled
 
 Tensors: TypeAlias = list[torch.Tensor]
-_Call: TypeAlias = Callable[[ProcessGroup, Any, Any, Any, Any], object]
+_TENSOR = "0"  # the nesting of one tensor
+_Call: TypeAlias = Callable[[ProcessGroup, Any, Any, Any, Any, str], object]
 
 
 def _splits(n: Sequence[int]) -> Sequence[Any]:
@@ -43,41 +47,46 @@ def _collective(method: str) -> _Call:
     """Return the function of a collective's operator; on other ranks it passes None for the root's tensors."""
     kind, is_list = KINDS[METHODS[method]], not method.endswith("_single")
 
-    def call(g: ProcessGroup, outs: Any, given: Any, op: Any, n: Any) -> object:
+    def call(g: ProcessGroup, outs: Any, given: Any, op: Any, n: Any, nesting: str) -> object:
         if kind.has_blocks:
             out = (outs or None) if is_list and kind.takes_blocks else (outs or [None])[0]
             x = (given or None) if is_list and kind.gives_blocks else (given or [None])[0]
         else:
-            xs, x = outs or given, None
-            is_tree = kind.form == LIST_IN_PLACE or (kind.form == IN_PLACE and len(xs) > 1)
-            out = xs if is_tree else xs[0]
+            out, x = rebuilt(_parsed(nesting), iter(outs or given)), None
         return call_method(g, method, out, x, n[0] if kind.root else None, op)
 
     return call
 
 
 # For each operator, the function that makes the call. Its arguments are the group, the tensors that the call writes,
-# those that it reads, a ReduceOp, and a list of numbers: a root, a peer and a tag, or the sizes of parts.
+# those that it reads, a ReduceOp, a list of numbers (a root, a peer and a tag, or the sizes of parts), and the nesting
+# of the tensors that the public function was given: a literal of Python with 0 for each tensor. Functions that take no
+# trees ignore the nesting.
 _CALLS: dict[str, _Call] = {
     method: _collective(method)
     for method in METHODS
     if method not in ("all_gather_coalesced", "monitored_barrier")  # which break the graph
 } | {
-    "all_to_all_single": lambda g, outs, given, op, n: g.fast.all_to_all_single(
+    "all_to_all_single": lambda g, outs, given, op, n, _: g.fast.all_to_all_single(
         outs[0], given[0], *_splits(n)
     ),
-    "reduce_scatter_single": lambda g, outs, given, op, n: g.fast.reduce_scatter_single(
+    "reduce_scatter_single": lambda g, outs, given, op, n, _: g.fast.reduce_scatter_single(
         outs[0], given[0], op, False, n or None
     ),
-    "send": lambda g, outs, given, op, n: g.fast.send(given[0], n[0], n[1]),
-    "recv": lambda g, outs, given, op, n: g.fast.recv(outs[0], n[0], n[1]),
+    "send": lambda g, outs, given, op, n, _: g.fast.send(given[0], n[0], n[1]),
+    "recv": lambda g, outs, given, op, n, _: g.fast.recv(outs[0], n[0], n[1]),
 }
 _IN_PLACE = frozenset(
     method for method, kind in METHODS.items() if KINDS[kind].form in (IN_PLACE, LIST_IN_PLACE, ONE_TO_ONE)
 )
-_SCHEMA = "(Tensor[] outs, Tensor[] given, str op, SymInt[] n, str group) -> Tensor[]"
+_SCHEMA = "(Tensor[] outs, Tensor[] given, str op, SymInt[] n, str group, str nesting) -> Tensor[]"
 
 _SCHEMA_IN_PLACE = _SCHEMA.replace("Tensor[] outs", "Tensor(a!)[] outs").replace("-> Tensor[]", "-> ()")
+
+
+@functools.cache
+def _parsed(nesting: str) -> Any:
+    return ast.literal_eval(nesting)
 
 
 def _operator(kind: str) -> Any:
@@ -100,18 +109,18 @@ def _group(name: str) -> ProcessGroup:
 def _define(library: torch.library.Library, kind: str, call: _Call) -> None:
     name, in_place, contiguous = f"fastcoll::{kind}", kind in _IN_PLACE, torch.contiguous_format
 
-    def run(outs: Tensors, given: Tensors, op: str, n: Sequence[int], group: str) -> Tensors:
+    def run(outs: Tensors, given: Tensors, op: str, n: Sequence[int], group: str, nesting: str) -> Tensors:
         found = _group(group)
         empty, clone = torch.empty_like, torch.clone
         results = [(clone if in_place else empty)(out, memory_format=contiguous) for out in outs]
-        call(found, results, given, getattr(ReduceOp, op), n)
+        call(found, results, given, getattr(ReduceOp, op), n, nesting)
         return results
 
-    def fake(outs: Tensors, given: Tensors, op: str, n: Sequence[int], group: str) -> Tensors:
+    def fake(outs: Tensors, given: Tensors, op: str, n: Sequence[int], group: str, nesting: str) -> Tensors:
         return [torch.empty_like(out, memory_format=contiguous) for out in outs]
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        outs, given, ctx.op, ctx.n, ctx.group = inputs
+        outs, given, ctx.op, ctx.n, ctx.group, ctx.nesting = inputs
         ctx.outs, ctx.given = len(outs), [x.shape for x in given]
 
     def derive(ctx: Any, grads: Tensors) -> tuple[Any, ...]:
@@ -119,10 +128,10 @@ def _define(library: torch.library.Library, kind: str, call: _Call) -> None:
         of_outs: Sequence[Any] = [None] * ctx.outs
         of_given: Sequence[Any] = [grads[0].new_empty(shape) for shape in ctx.given] if grads else []
         if in_place:
-            of_outs = _derive_in_place(kind, grads, ctx.op, ctx.n, ctx.group)
+            of_outs = _derive_in_place(kind, grads, ctx.op, ctx.n, ctx.group, ctx.nesting)
         else:
             of_given = _derive_moved(kind, of_given, grads, ctx.op, ctx.n, ctx.group)
-        return of_outs, of_given, None, None if ctx.n else [], None  # for an empty list, torch wants [] here
+        return of_outs, of_given, None, None if ctx.n else [], None, None  # for an empty list, torch wants []
 
     library.define(kind + _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(kind, run, "CompositeExplicitAutograd")
@@ -131,14 +140,16 @@ def _define(library: torch.library.Library, kind: str, call: _Call) -> None:
     _register_effectful_op(_operator(kind).default, _EffectType.ORDERED)
 
 
-def _derive_in_place(kind: str, grads: Tensors, op: str, n: Sequence[int], group: str) -> Tensors:
+def _derive_in_place(
+    kind: str, grads: Tensors, op: str, n: Sequence[int], group: str, nesting: str
+) -> Tensors:
     if kind.startswith("all_reduce") and op in ("SUM", "AVG"):
-        reduced: Tensors = _operator(kind)(grads, [], op, [], group)
+        reduced: Tensors = _operator(kind)(grads, [], op, [], group, nesting)
         return reduced
     if kind == "broadcast" and len(grads) == 1:
         if _group(group).rank == n[0]:
-            return list(_operator("reduce")(grads, [], "SUM", n, group))
-        _operator("reduce")([], grads, "SUM", n, group)
+            return list(_operator("reduce")(grads, [], "SUM", n, group, _TENSOR))
+        _operator("reduce")([], grads, "SUM", n, group, _TENSOR)
         return [torch.zeros_like(grad) for grad in grads]
     _refuse(kind, op)
 
@@ -147,18 +158,22 @@ def _derive_moved(
     kind: str, like: Sequence[Any], grads: Tensors, op: str, n: Sequence[int], group: str
 ) -> Sequence[Any]:
     if kind in ("all_gather", "all_gather_single"):
-        found = _operator(kind.replace("all_gather", "reduce_scatter"))(like, grads, "SUM", [], group)
+        found = _operator(kind.replace("all_gather", "reduce_scatter"))(
+            like, grads, "SUM", [], group, _TENSOR
+        )
     elif kind in ("reduce_scatter", "reduce_scatter_single") and op in ("SUM", "AVG"):
         if n:  # the rows of each part
             parts = [*like[0].split(list(n))]
-            found = [torch.cat(_operator("all_gather")(parts, grads, "SUM", [], group))]
+            found = [torch.cat(_operator("all_gather")(parts, grads, "SUM", [], group, _TENSOR))]
         else:
-            found = _operator(kind.replace("reduce_scatter", "all_gather"))(like, grads, "SUM", [], group)
+            found = _operator(kind.replace("reduce_scatter", "all_gather"))(
+                like, grads, "SUM", [], group, _TENSOR
+            )
         if op == "AVG":
             found = [grad / _group(group).size for grad in found]
     elif kind in ("all_to_all", "all_to_all_single"):
         half = len(n) // 2
-        found = _operator(kind)(like, grads, "SUM", [*n[half:], *n[:half]], group)
+        found = _operator(kind)(like, grads, "SUM", [*n[half:], *n[:half]], group, _TENSOR)
     else:
         _refuse(kind, op)
     return list(found)
@@ -174,12 +189,14 @@ def _refuse(kind: str, op: str) -> NoReturn:
 def _define_in_place(library: torch.library.Library, kind: str, call: _Call) -> None:
     """Define the variant that writes into `outs`, and let Inductor's reinplacing pass replace the operator by it."""
 
-    def run(outs: Tensors, given: Tensors, op: str, n: Sequence[int], group: str) -> None:
-        call(_group(group), outs, given, getattr(ReduceOp, op), n)
+    def run(outs: Tensors, given: Tensors, op: str, n: Sequence[int], group: str, nesting: str) -> None:
+        call(_group(group), outs, given, getattr(ReduceOp, op), n, nesting)
 
     library.define(f"{kind}_{_SCHEMA_IN_PLACE}", tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(f"{kind}_", run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fastcoll::{kind}_", lambda outs, given, op, n, group: None, lib=library)
+    torch.library.register_fake(
+        f"fastcoll::{kind}_", lambda outs, given, op, n, group, nesting: None, lib=library
+    )
     in_place = _operator(f"{kind}_").default
     _register_effectful_op(in_place, _EffectType.ORDERED)
     inplaceable_ops[_operator(kind).default] = InplaceableOp(in_place, 0)
@@ -218,12 +235,18 @@ _no_function = _graph_break(
 _no_shape = _graph_break(
     "only other ranks know what fastcoll would return; give all_gather a list of tensors, and recv a src"
 )
+_no_key = _graph_break(
+    "fastcoll's graphs contain dicts whose keys are str, int, bool, bytes, None or tuples of these; use such keys, or "
+    "make the call outside of the compiled function"
+)
 _no_timeout = _graph_break(
     "a barrier of fastcoll with a timeout or device_ids cannot be in a graph; leave them out"
 )
 
 
-def _put(kind: str, outs: Any, given: Any, arguments: dict[str, Any], n: Any = ()) -> Any:
+def _put(
+    kind: str, outs: Any, given: Any, arguments: dict[str, Any], n: Any = (), nesting: str = _TENSOR
+) -> Any:
     """Call an operator, and copy its results back; `arguments` are those of the public function."""
     group, op = arguments["group"], arguments.get("op")
     if arguments.get("async_op"):
@@ -233,7 +256,9 @@ def _put(kind: str, outs: Any, given: Any, arguments: dict[str, Any], n: Any = (
     if isinstance(group, NonMember):
         return None
     name = "" if group is None else group.name
-    results = _operator(kind)(list(outs), list(given), "SUM" if op is None else op.name, list(n), name)
+    results = _operator(kind)(
+        list(outs), list(given), "SUM" if op is None else op.name, list(n), name, nesting
+    )
     for out, result in zip(outs, results, strict=True):
         out.copy_(result)
     return None
@@ -250,13 +275,35 @@ def _group_of(arguments: dict[str, Any]) -> Any:
     return groups.world if arguments["group"] is None else arguments["group"]
 
 
-def _each(tree: Any) -> list[Any]:
-    """List the tensors of a tree; those of a dict by key, because ranks may insert keys in different orders."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
+def _blocks(x: Any) -> Any:
+    """Return as a list what only the root gives: one tensor or a list. The other ranks give None."""
+    return [x] if isinstance(x, torch.Tensor) else x or []
+
+
+def _put_tree(kind: str, tree: Any, arguments: dict[str, Any], n: Any = ()) -> Any:
+    """Call an operator with the tensors of a tree and the tree's nesting, which ranks compare as outside of graphs."""
+    if not _has_literal_keys(tree):
+        return _no_key()
+    outs: list[Any] = []
+
+    def listed(x: Any, name: str) -> str:
+        outs.append(x)
+        return _TENSOR
+
+    nesting = outline(tree, listed)
+    return _put(kind, outs, () if outs else [torch.empty(0)], arguments, n, nesting)  # see `_barrier`
+
+
+def _has_literal_keys(tree: Any) -> bool:
     if isinstance(tree, dict):
-        tree = [tree[key] for key in sorted(tree)]
-    return [leaf for part in tree or () for leaf in _each(part)]
+        return all(_is_literal(key) for key in tree) and all(_has_literal_keys(x) for x in tree.values())
+    return not isinstance(tree, list | tuple) or all(_has_literal_keys(x) for x in tree)
+
+
+def _is_literal(key: Any) -> bool:
+    if type(key) is tuple:
+        return all(_is_literal(part) for part in key)
+    return key is None or type(key) in (str, int, bool, bytes)
 
 
 def _reduce(arguments: dict[str, Any]) -> Any:
@@ -298,9 +345,9 @@ def _recv(arguments: dict[str, Any]) -> Any:
 
 
 _TRACED: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "all_reduce": lambda a: _put("all_reduce", _each(a["tensor"]), (), a),
-    "all_reduce_coalesced": lambda a: _put("all_reduce_coalesced", a["tensors"], (), a),
-    "broadcast": lambda a: _put("broadcast", _each(a["tensor"]), (), a, _root(a, "src")),
+    "all_reduce": lambda a: _put_tree("all_reduce", a["tensor"], a),
+    "all_reduce_coalesced": lambda a: _put_tree("all_reduce_coalesced", a["tensors"], a),
+    "broadcast": lambda a: _put_tree("broadcast", a["tensor"], a, _root(a, "src")),
     "reduce": _reduce,
     "scan": lambda a: _put("scan", [a["tensor"]], (), a),
     "exscan": lambda a: _put("exscan", [a["tensor"]], (), a),
@@ -308,13 +355,13 @@ _TRACED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "all_gather_into_tensor": lambda a: _put(
         "all_gather_single", [a["output_tensor"]], [a["input_tensor"]], a
     ),
-    "gather": lambda a: _put("gather", _each(a["gather_list"]), [a["tensor"]], a, _root(a, "dst", 0)),
+    "gather": lambda a: _put("gather", _blocks(a["gather_list"]), [a["tensor"]], a, _root(a, "dst", 0)),
     "gather_single": lambda a: _put(
-        "gather_single", _each(a["gather_tensor"]), [a["tensor"]], a, _root(a, "dst", 0)
+        "gather_single", _blocks(a["gather_tensor"]), [a["tensor"]], a, _root(a, "dst", 0)
     ),
-    "scatter": lambda a: _put("scatter", [a["tensor"]], _each(a["scatter_list"]), a, _root(a, "src", 0)),
+    "scatter": lambda a: _put("scatter", [a["tensor"]], _blocks(a["scatter_list"]), a, _root(a, "src", 0)),
     "scatter_single": lambda a: _put(
-        "scatter_single", [a["tensor"]], _each(a["scatter_tensor"]), a, _root(a, "src", 0)
+        "scatter_single", [a["tensor"]], _blocks(a["scatter_tensor"]), a, _root(a, "src", 0)
     ),
     "reduce_scatter": lambda a: _put("reduce_scatter", [a["output"]], a["input_list"], a),
     "reduce_scatter_tensor": lambda a: _put(

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import fastcoll as dist
 from fastcoll import ReduceOp
-from fastcoll.errors import UsageError
+from fastcoll.errors import MismatchError, UsageError
 
 SIZE = 2
 RANK = 0  # set by main
@@ -67,8 +67,9 @@ def every_function(x: torch.Tensor, group: Any) -> Any:
     else:
         sender = dist.recv(received, src=0)
         dist.send(received + 1, group_dst=0, group=group, tag=7)
-    tree = {"b": torch.ones(2) * RANK, "a": [torch.ones(1, dtype=torch.float64)]}
+    tree = {"b": torch.ones(2) * RANK, "a": [torch.ones(1, dtype=torch.float64)], 1: (y * 1,)}
     dist.all_reduce(tree)
+    dist.all_reduce({"empty": [], (0, None): {}})
     dist.broadcast([rows, tree["b"]], 1)
     dist.all_reduce_coalesced([part, at_1])
     return y, mine, outs, stacked, at_1, part, swapped, mixed, third, received, sender, rows, tree
@@ -202,6 +203,26 @@ def check_unused_results_and_outsiders(alone: Any) -> None:
     assert x.tolist() == [1, 1]
 
 
+def check_that_trees_match_as_outside() -> None:
+    """Compare the trees of ranks whose calls are compiled with each other, and with those that are not compiled."""
+
+    def call(x: torch.Tensor, with_mismatch: bool) -> Any:
+        one, tree = {"one": x * 1}, {2: x * 1, 10: x * 2, "a": [x * 3, (x * 4,)]}
+        dist.all_reduce(one)
+        dist.all_reduce(tree)
+        dist.broadcast({"x": one["one"]}, 1)
+        dist.broadcast([[tree[2]], (tree["a"][0],)], 0)
+        if with_mismatch:
+            dist.all_reduce({"b": x * 1, "c": x * 2} if RANK == 0 else {"b": x * 1, "a": x * 2})
+        return one, tree
+
+    expected = call(torch.ones(2), False)
+    found = (compiled(call) if RANK == 0 else call)(torch.ones(2), False)
+    assert_close(tree_leaves(found), tree_leaves(expected), rtol=0, atol=0)
+    with pytest.raises(MismatchError, match=r"This rank gave \{'[ab]'"):
+        compiled(call)(torch.ones(2), True)
+
+
 def check_what_cannot_be_in_a_graph() -> None:
     largest = ReduceOp.custom(max)
 
@@ -211,6 +232,9 @@ def check_what_cannot_be_in_a_graph() -> None:
     def custom(x: torch.Tensor) -> None:
         dist.all_reduce(x, largest)
 
+    def key(x: torch.Tensor) -> None:
+        dist.all_reduce({torch.float32: x})
+
     def objects(x: torch.Tensor) -> None:
         found: list[Any] = [None, None]
         dist.all_gather_object(found, RANK)
@@ -219,6 +243,7 @@ def check_what_cannot_be_in_a_graph() -> None:
     for call, text in (
         (later, "which has no Work"),
         (custom, "PREMUL_SUM"),
+        (key, "whose keys are"),
         (objects, "outside of the compiled"),
     ):
         torch._dynamo.reset()
@@ -242,6 +267,7 @@ def main() -> None:
     check_that_inductor_writes_in_place_if_old_content_is_not_read()
     check_derivatives()
     check_unused_results_and_outsiders(alone)
+    check_that_trees_match_as_outside()
     check_what_cannot_be_in_a_graph()
 
     @compiled
