@@ -55,13 +55,14 @@ def reduced(tensor: Any, to: object = None) -> Any:
 def _memory(storage: Any, nbytes: int) -> Any:
     """Return a storage's bytes: the same object for all tensors of a message that share the storage."""
     memory_of, address = pickling.in_message(), storage.data_ptr()
-    if (found := memory_of.get(address)) is not None:
+    # Storages of different sizes can begin at one address: those of torch.from_numpy(x) and torch.from_numpy(x[:2]).
+    if (found := memory_of.get((address, nbytes))) is not None:
         return found[0]
     # Read the memory by address, because one call of torch's dispatcher takes longer than this whole function.
     block = (ctypes.c_ubyte * nbytes).from_address(address)
     block.storage = storage  # type: ignore[attr-defined]  # keeps the memory alive while the block exists
     found = bytearray(block) if nbytes <= _IN_PICKLE else pickling.SharedBuffer(pickle.PickleBuffer(block))
-    memory_of[address] = found, block
+    memory_of[address, nbytes] = found, block
     return found
 
 

@@ -1,5 +1,6 @@
 """Tensors arrive unchanged: values, strides, and the memory that a message's tensors share."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import Parameter
@@ -72,6 +73,12 @@ def test_tensors_of_a_message_that_share_memory_share_it_at_the_receiver(count):
     assert integers[1] == torch.tensor(7.0).view(torch.int32)
     assert other[1] == 1
     assert value[1] == 1
+
+
+def test_storages_of_different_sizes_at_one_address_arrive_as_they_were():
+    values = np.arange(3000.0)
+    sent = [torch.from_numpy(each) for each in (values[:2], values, values[:2000])]
+    assert all(map(torch.equal, there(sent), sent))
 
 
 def test_a_small_part_of_a_storage_is_sent_alone():
