@@ -9,7 +9,7 @@ Stochastic Gradient Descent", Interspeech 2014.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,14 +42,16 @@ class GradientReducer:
             rank's gradient of the next step (error feedback). float32 in host memory uses `all_reduce`'s `travel`.
             float64, arrays on GPUs and backends without `travel` are converted to 16 bits before all_reduce; this is
             impossible for "int8", and needs ml_dtypes for "bfloat16". None: no conversion.
-        find_unused: if True, gradients that are not ready when `wait` is called count as zeros, and `unused` names
-            those that no rank had. If False, `wait` raises UsageError for them.
+        find_unused: if True, gradients that are not ready when `wait` is called count as zeros, unless they were ready
+            in a step of `no_sync` before; `unused` names those that no rank had. If False, `wait` raises UsageError for
+            them.
         group: from `new_group`; None: the default group.
 
     Attributes:
         grads: a list or dict like `params`. Its arrays are views of the buckets, initially zero; write the gradients
             into them, in place.
-        unused: after `wait`, the indices or names of the gradients that no rank had in this step.
+        unused: after `wait`, the indices or names of the gradients that no rank had in this step, or in the steps of
+            `no_sync` before it.
         bytes_sent: how many bytes this rank has passed to `all_reduce` so far.
 
     Raises:
@@ -97,6 +99,7 @@ class GradientReducer:
         self.unused: list[Key] = []
         self.bytes_sent = 0
         self._begun = 0  # how many buckets have been started in this step
+        self._accumulated: set[Key] = set()  # gradients of steps in `no_sync` that are not reduced yet
         self._syncs = True
         self._active: _Active | None = None  # set in a block of `join`
 
@@ -139,11 +142,12 @@ class GradientReducer:
                 f"there is no gradient for {', '.join(map(repr, missing))}; call ready() for each, or pass "
                 "find_unused=True"
             )
+        had = self._accumulated | (self._place.keys() - missing)
         if self._syncs:
-            self._finish(missing)
-        for bucket in self._buckets:
-            bucket.missing = set(bucket.views)
-        self._begun = 0
+            self._finish(had)
+        else:
+            self._accumulated = had
+        self._begin_step()
 
     def reduce(self, gradients: Any) -> Any:
         """Average all gradients of a step in one call, for immutable arrays such as JAX's.
@@ -184,6 +188,7 @@ class GradientReducer:
 
     def zero(self) -> None:
         """Set all gradients to zero, before steps that accumulate into them."""
+        self._accumulated.clear()
         for bucket in self._buckets:
             bucket.flat[:] = 0
 
@@ -200,12 +205,8 @@ class GradientReducer:
         try:
             yield
             while self._active.begin(0):
-                self.zero()
-                for bucket in self._buckets:
-                    bucket.missing.clear()
-                while self._begun < len(self._buckets):
-                    self._begin()
-                self.wait()
+                self._finish(())
+                self._begin_step()
         finally:
             self._active = None
 
@@ -227,18 +228,25 @@ class GradientReducer:
         )
         self.bytes_sent += bucket.nbytes
 
-    def _finish(self, missing: Sequence[Key]) -> None:
-        for key in missing:
+    def _finish(self, had: Collection[Key]) -> None:
+        """Reduce all gradients; those that this rank has not `had` count as zeros."""
+        for key in self._place.keys() - had:
             self._place[key].views[key][...] = 0
         while self._begun < len(self._buckets):
             self._begin()
         if self._find_unused:
-            had = np.array([key not in missing for key in self._place], np.uint8)
-            all_reduce(had, ReduceOp.MAX, self._group)
-            self.unused = [key for key, one in zip(self._place, had, strict=True) if not one]
+            used = np.array([key in had for key in self._place], np.uint8)
+            all_reduce(used, ReduceOp.MAX, self._group)
+            self.unused = [key for key, one in zip(self._place, used, strict=True) if not one]
         active = self._active.end() if self._active is not None else 0
         for bucket in self._buckets:
             bucket.finish(active if self._average else 0)
+        self._accumulated.clear()
+
+    def _begin_step(self) -> None:
+        for bucket in self._buckets:
+            bucket.missing = set(bucket.views)
+        self._begun = 0
 
 
 class _Bucket:

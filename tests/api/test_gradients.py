@@ -130,6 +130,30 @@ def test_unused_gradients_count_as_zeros(rank: int) -> None:
         assert sorted(reducer.unused) == ["b2", "empty", "one"]
 
 
+@pytest.mark.ranks(2)
+def test_accumulated_gradients_are_not_unused(rank: int) -> None:
+    reducer = GradientReducer({name: np.zeros(2) for name in "abc"}, find_unused=True)
+    for _ in range(2):
+        reducer.zero()
+        with reducer.no_sync():
+            step(reducer, {"a": 1, "b": 2} if rank else {"a": 1})
+        step(reducer, {"a": reducer.grads["a"] + 3})
+        assert [reducer.grads[name][0] for name in "abc"] == [4, 1, 0]
+        assert reducer.unused == ["c"]
+    step(reducer, {"a": 5})  # what was reduced before does not count
+    assert [reducer.grads[name][0] for name in "abc"] == [5, 0, 0]
+    assert set(reducer.unused) == {"b", "c"}
+
+
+@pytest.mark.ranks(2)
+def test_ranks_without_batches_have_no_gradients(rank: int) -> None:
+    reducer = GradientReducer({"a": np.zeros(2), "b": np.zeros(2)}, find_unused=True)
+    with reducer.join():
+        for _ in range(rank + 1):
+            step(reducer, {"a": 1})
+            assert reducer.unused == ["b"]
+
+
 @pytest.mark.ranks(1, 3, 4)
 @pytest.mark.parametrize("find_unused", [False, True])
 def test_ranks_with_fewer_batches_join(rank: int, world_size: int, find_unused: bool) -> None:
