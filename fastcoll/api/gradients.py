@@ -10,7 +10,7 @@ Stochastic Gradient Descent", Interspeech 2014.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -127,14 +127,16 @@ class GradientReducer:
         if not self._syncs:
             return
         while self._begun < len(self._buckets) and not self._buckets[self._begun].missing:
-            self._begin()
+            with self._abandoning():
+                self._begin()
 
     def wait(self) -> None:
         """Wait until `grads` has the averages over the ranks, and begin the next step.
 
         Raises:
             UsageError: a gradient was not ready on this rank, and `find_unused` is not set; the message names it.
-            GroupError: as for all_reduce.
+            GroupError: as for all_reduce. The content of `grads` is then undefined. If the group is still usable, the
+                next step begins.
         """
         missing = [key for bucket in self._buckets for key in bucket.missing]
         if self._syncs and missing and not self._find_unused:
@@ -147,7 +149,7 @@ class GradientReducer:
             self._finish(had)
         else:
             self._accumulated = had
-        self._begin_step()
+            self._begin_step()
 
     def reduce(self, gradients: Any) -> Any:
         """Average all gradients of a step in one call, for immutable arrays such as JAX's.
@@ -206,7 +208,6 @@ class GradientReducer:
             yield
             while self._active.begin(0):
                 self._finish(())
-                self._begin_step()
         finally:
             self._active = None
 
@@ -214,7 +215,7 @@ class GradientReducer:
 
     def _begin(self) -> None:
         """Start to reduce the next bucket."""
-        if self._active is not None and self._begun == 0 and not self._active.begun:
+        if self._active is not None and self._begun == 0 and not self._active.is_counted:
             self._active.begin(1)
         bucket = self._buckets[self._begun]
         self._begun += 1
@@ -229,24 +230,40 @@ class GradientReducer:
         self.bytes_sent += bucket.nbytes
 
     def _finish(self, had: Collection[Key]) -> None:
-        """Reduce all gradients; those that this rank has not `had` count as zeros."""
-        for key in self._place.keys() - had:
-            self._place[key].views[key][...] = 0
-        while self._begun < len(self._buckets):
-            self._begin()
-        if self._find_unused:
-            used = np.array([key in had for key in self._place], np.uint8)
-            all_reduce(used, ReduceOp.MAX, self._group)
-            self.unused = [key for key, one in zip(self._place, used, strict=True) if not one]
-        active = self._active.end() if self._active is not None else 0
-        for bucket in self._buckets:
-            bucket.finish(active if self._average else 0)
+        """Reduce all gradients, and begin the next step; those that this rank has not `had` count as zeros."""
+        with self._abandoning():
+            for key in self._place.keys() - had:
+                self._place[key].views[key][...] = 0
+            while self._begun < len(self._buckets):
+                self._begin()
+            if self._find_unused:
+                used = np.array([key in had for key in self._place], np.uint8)
+                all_reduce(used, ReduceOp.MAX, self._group)
+                self.unused = [key for key, one in zip(self._place, used, strict=True) if not one]
+            active = self._active.count if self._active is not None else 0
+            for bucket in self._buckets:
+                bucket.finish(active if self._average else 0)
         self._accumulated.clear()
+        self._begin_step()
 
     def _begin_step(self) -> None:
         for bucket in self._buckets:
             bucket.missing = set(bucket.views)
         self._begun = 0
+        if self._active is not None:
+            self._active.is_counted = False
+
+    @contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """After an error, give up the step: wait for its reductions, which use the buckets, and begin the next one."""
+        try:
+            yield
+        except Exception:
+            for bucket in self._buckets[: self._begun]:
+                bucket.abandon()
+            self._accumulated.clear()
+            self._begin_step()
+            raise
 
 
 class _Bucket:
@@ -299,23 +316,30 @@ class _Bucket:
         if divisor:
             self.flat /= divisor
 
+    def abandon(self) -> None:
+        """Wait for the reduction, if there is one, whatever its result."""
+        if self.work is not None:
+            with suppress(Exception):
+                self.work.wait()
+            self.work = None
+
 
 class _Active:
     """The number of ranks that still have batches, in `join`. A small all_reduce before each step counts them."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self.begun = False
+        self.is_counted = False  # for this step
         self._count = np.zeros(1, np.int64)
 
     def begin(self, mine: int) -> int:
         """Count the ranks that have a batch for this step, and return the number. `mine`: 1 if this rank has one."""
-        self._count[0], self.begun = mine, True
+        self._count[0], self.is_counted = mine, True
         all_reduce(self._count, group=self._group)
-        return int(self._count[0])
+        return self.count
 
-    def end(self) -> int:
-        self.begun = False
+    @property
+    def count(self) -> int:
         return int(self._count[0])
 
 

@@ -185,6 +185,24 @@ def test_reduce_returns_new_arrays_of_the_same_kind(rank: int) -> None:
         mutable.reduce([np.zeros(3)])
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_a_reducer_works_after_an_error_that_leaves_the_group_usable(rank: int, find_unused: bool) -> None:
+    reducer, other = (
+        GradientReducer([np.zeros(2), np.zeros(count)], bucket_bytes=1, find_unused=find_unused)
+        for count in (3, 5)
+    )
+    for joins in (False, True):
+        with reducer.join() if joins else nullcontext(), other.join() if joins else nullcontext():
+            for _ in range(2):
+                with pytest.raises(dist.MismatchError):  # of the first bucket; the second one is reduced
+                    step(other if rank else reducer, {1: 1, 0: 1})
+                for each in (reducer, other):
+                    step(each, {1: rank, 0: 1})
+                    assert (each.grads[1] == 0.5).all()
+                    assert (each.grads[0] == 1).all()
+
+
 @pytest.mark.ranks(1)
 def test_no_bucket_is_larger_than_bucket_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Except that a bucket has at least one array. The first bucket has a quarter of the size, to start early."""
