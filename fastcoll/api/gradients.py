@@ -155,22 +155,29 @@ class GradientReducer:
         """Average all gradients of a step in one call, for immutable arrays such as JAX's.
 
         The buckets are reduced one after another, the last parameters first. Meanwhile JAX may still compute the
-        gradients of the later buckets.
+        gradients of the later buckets. In a block of `no_sync` the gradients are only added up on this rank, and the
+        first call after the block reduces the sums.
 
         Args:
             gradients: a list or dict like `params`.
 
         Returns:
-            A list or dict like `gradients`, with new arrays of the same libraries.
+            A list or dict like `gradients`, with new arrays of the same libraries; in a block of `no_sync`, the sums of
+            this rank so far.
 
         Raises:
-            UsageError: the keys differ from those of `params`; or as for `wait`.
+            UsageError: the keys or shapes differ from those of `params`; or as for `wait`.
         """
         named = _named(gradients)
         if named.keys() != self._place.keys():
             raise UsageError(f"gradients has {list(named)}; params had {list(self._place)}")
         for key, bucket in self._place.items():
-            bucket.views[key][...] = named[key]
+            shape, expected = np.shape(named[key]), bucket.views[key].shape
+            if shape != expected:
+                raise UsageError(f"gradients[{key!r}] has shape {shape}; params[{key!r}] had {expected}")
+        for key, bucket in self._place.items():
+            view = bucket.views[key]
+            view[...] = view + named[key] if key in self._accumulated else named[key]
             self.ready(key)
         self.wait()
         averages = {key: _like(named[key], self._place[key].views[key]) for key in named}

@@ -186,6 +186,28 @@ def test_reduce_returns_new_arrays_of_the_same_kind(rank: int) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_reduce_adds_up_the_gradients_of_steps_without_a_reduction(rank: int) -> None:
+    reducer = GradientReducer([np.zeros(3), np.zeros(())])
+    for _ in range(2):
+        with reducer.no_sync():
+            reducer.reduce([np.full(3, 1.0), np.float64(10)])
+            sums = reducer.reduce([np.full(3, 1.0 + rank), np.float64(10)])
+        assert sums[0].tolist() == [2 + rank] * 3, "nothing is reduced"
+        assert reducer.reduce([np.full(3, 1.0), np.float64(10)])[0].tolist() == [3.5] * 3
+        assert reducer.grads[1] == 30
+    assert reducer.reduce([np.full(3, 1.0), np.float64(10)])[0].tolist() == [1] * 3
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("wrong", [np.zeros(3), np.zeros(()), np.zeros((1, 3)), np.zeros((2, 3, 1))])
+def test_reduce_refuses_other_shapes(wrong: np.ndarray) -> None:
+    reducer = GradientReducer([np.zeros((2, 3)), np.zeros(1)])
+    with pytest.raises(dist.UsageError, match=r"gradients\[0\] has shape .*params\[0\] had \(2, 3\)"):
+        reducer.reduce([wrong, np.zeros(1)])
+    assert reducer.reduce([np.ones((2, 3)), np.zeros(1)])[0].tolist() == [[1] * 3] * 2
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("find_unused", [False, True])
 def test_a_reducer_works_after_an_error_that_leaves_the_group_usable(rank: int, find_unused: bool) -> None:
     reducer, other = (
