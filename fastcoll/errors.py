@@ -169,6 +169,14 @@ def shorten(error: BaseException) -> None:
         later, one = one, one.__cause__ or (None if one.__suppress_context__ else one.__context__)
 
 
+def message_of(error: BaseException) -> str:
+    """Return the text of an exception of the user's program, whose `__str__` may raise another one."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"  # Python's words in a traceback
+
+
 def _others(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the entries of this package; None if no other entries are left."""
     entries = []

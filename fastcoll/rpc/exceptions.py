@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from ..errors import RemoteError, RpcError
+from ..errors import RemoteError, RpcError, message_of
 from . import pickling
 from .worker_info import WorkerInfo
 
@@ -31,7 +31,7 @@ def traceback_text(error: BaseException, worker: WorkerInfo) -> str:
 def pack(error: BaseException, worker: WorkerInfo) -> Packed:
     """Return what `unpack` needs to build the exception on another worker. `worker` is this worker."""
     name = f"{type(error).__module__}.{type(error).__qualname__}"
-    return pickling.pickled_error(error), name, str(error), traceback_text(error, worker)
+    return pickling.pickled_error(error), name, message_of(error), traceback_text(error, worker)
 
 
 def unpack(worker: WorkerInfo, packed: Packed) -> BaseException:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from ..core import future as core
 from ..core.work import ENDLESS, Timeout, seconds
-from ..errors import RpcError, RpcTimeoutError, UsageError
+from ..errors import RpcError, RpcTimeoutError, UsageError, message_of
 from .link import Link
 from .readers import Readers, before_blocking
 
@@ -67,7 +67,7 @@ class Future(core.Future[T]):
         """
         if isinstance(error, RuntimeError) or not isinstance(error, Exception):
             return error
-        failed = RpcError(f"a callback raised {type(error).__name__}: {error}")
+        failed = RpcError(f"a callback raised {type(error).__name__}: {message_of(error)}")
         failed.__cause__ = error
         return failed
 

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import Any, Protocol
 
-from ..errors import NotInitializedError, UsageError
+from ..errors import NotInitializedError, UsageError, message_of
 from .wire import Buffer, RpcMessage
 from .worker_info import WorkerInfo
 
@@ -158,7 +158,7 @@ def dumps(value: Any, to: WorkerInfo) -> tuple[bytes, list[memoryview]]:
             undo(reduced)
         if isinstance(error, UsageError) or not isinstance(error, Exception):
             raise
-        raise UsageError(f"the message to {to} cannot be pickled: {error}") from error
+        raise UsageError(f"the message to {to} cannot be pickled: {message_of(error)}") from error
     finally:
         _this_thread.outgoing = before
     if not outgoing.prefix:

@@ -25,6 +25,7 @@ from ..errors import (
     PeerDiedError,
     RpcTimeoutError,
     UsageError,
+    message_of,
 )
 from . import exceptions, pickling, spans
 from .agent import Agent
@@ -193,7 +194,9 @@ class References:
         """
         error = made.exception()
         if error is not None and not isinstance(error, (RpcTimeoutError, GroupError)):
-            self.todo.put((ref.owner, _FAILED, (tuple(ref), pickling.pickled_error(error), str(error))))
+            self.todo.put(
+                (ref.owner, _FAILED, (tuple(ref), pickling.pickled_error(error), message_of(error)))
+            )
 
     def _not_made(self, caller: WorkerInfo, payload: tuple[Any, ...]) -> None:
         ref, pickled, text = Reference(*payload[0]), *payload[1:]

@@ -163,6 +163,11 @@ class UnbuildableError(Exception):
         super().__init__("unbuildable")
 
 
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("no text")
+
+
 class _Lacking:
     """Unpickles like a function that the module lacks."""
 
@@ -179,6 +184,12 @@ def fail(kind: str) -> Any:
         raise OwnError(1, 2)
     if kind == "unbuildable":
         raise UnbuildableError(1, 2)
+    if kind == "silent":
+        raise SilentError
+    if kind == "silent, unpicklable":
+        error = SilentError()
+        error.lock = threading.Lock()  # type: ignore[attr-defined]
+        raise error
     if kind == "unpicklable":
         return threading.Lock()
     return int(kind)
@@ -194,8 +205,16 @@ def test_exceptions_come_back(worker: int, world_size: int) -> None:
     assert "raise OwnError(1, 2)" in str(own.value.__cause__)
     with pytest.raises(ValueError, match="invalid literal"):
         rpc.rpc_sync(to, fail, args=("x",))
+    with pytest.raises(SilentError):
+        rpc.rpc_sync(to, fail, args=("silent",), timeout=LIMIT)
     for function, args, kind, message in (
         (fail, ("unbuildable",), RemoteError, rf"UnbuildableError on worker {to} .*: unbuildable"),
+        (
+            fail,
+            ("silent, unpicklable",),
+            RemoteError,
+            r"SilentError on worker .*: <exception str\(\) failed>",
+        ),
         (fail, ("unpicklable",), UsageError, r"cannot be pickled: .*lock"),
         (back, (threading.Lock(),), UsageError, "cannot be pickled"),
         (lambda: 1, (), UsageError, r"cannot be pickled: .*lambda"),

@@ -46,6 +46,22 @@ def test_callbacks_run_in_order_and_then_has_their_result() -> None:
         future.then(None)  # type: ignore[arg-type]
 
 
+def test_a_callback_whose_exception_has_no_text_ends_the_future() -> None:
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise AttributeError("no text")
+
+    def fail(_: object) -> None:
+        raise SilentError
+
+    future: Future[int] = Future()
+    following = future.then(fail)
+    future.set_result(1)
+    assert following.done()
+    with pytest.raises(RuntimeError, match=r"raised SilentError: <exception str\(\) failed>"):
+        following.wait(0)
+
+
 def test_the_first_exception_of_many_ends_wait_all() -> None:
     futures: list[Future[int]] = [Future() for _ in range(3)]
     whole = collect_all(futures)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...core.future import anew
-from ...errors import AbortedError, FastcollError, RpcError
+from ...errors import AbortedError, FastcollError, RpcError, message_of
 from .. import pickling
 from ..agent import Agent, current_agent
 from ..calls import USER_CALL
@@ -104,7 +104,7 @@ class Participant:
                 worker, done = ended.get()
                 _raise(worker, done.exception())
         except BaseException as error:
-            reason = AbortedError(f"backward has failed: {type(error).__name__}: {error}")
+            reason = AbortedError(f"backward has failed: {type(error).__name__}: {message_of(error)}")
             for worker in workers:
                 with suppress(FastcollError):
                     self.call(worker, fail, context.id, id, reason)
@@ -131,7 +131,7 @@ def _raise(worker: int, error: BaseException | None) -> None:
         return
     if isinstance(error, RuntimeError) or not isinstance(error, Exception):
         raise anew(error)
-    raise RpcError(f"Error on Node {worker}: {error} ({type(error).__name__})") from error
+    raise RpcError(f"Error on Node {worker}: {message_of(error)} ({type(error).__name__})") from error
 
 
 _participant: Participant | None = None
