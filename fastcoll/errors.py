@@ -34,8 +34,9 @@ import sys
 import threading
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+E = TypeVar("E", bound=BaseException)
 _PACKAGE = os.path.dirname(__file__) + os.sep
 
 
@@ -175,6 +176,39 @@ def message_of(error: BaseException) -> str:
         return str(error)
     except Exception:
         return "<exception str() failed>"  # Python's words in a traceback
+
+
+def reduced(error: BaseException) -> tuple[Any, ...] | None:
+    """Return the arguments with which `rebuilt` copies an exception; None if its class defines its own pickling.
+
+    Python pickles and copies an exception by a call of its class with `args`. If the class's constructor makes the
+    message itself, or has other parameters than `args`, that changes the message or fails.
+    """
+    cls = type(error)
+    is_builtin = cls.__reduce__ is _builtin(cls).__reduce__ and cls.__reduce_ex__ is object.__reduce_ex__
+    if not is_builtin or any("__slots__" in vars(base) for base in cls.__mro__):
+        return None  # only the constructor sets slots
+    made: Any = error.__reduce__()
+    return cls, *made[1:]
+
+
+def rebuilt(cls: type[E], args: tuple[Any, ...], state: Any = None) -> E:
+    """Build an exception from what `reduced` returned, without the constructor that its class may define."""
+    base = _builtin(cls)
+    error: E = base.__new__(cls, *args)
+    base.__init__(error, *args)
+    if state:
+        error.__setstate__(state)
+    if isinstance(error, FastcollError):
+        _shorten_what_is_printed()
+    return error
+
+
+def _builtin(cls: Any) -> Any:
+    """Return the class of Python's own that defines the memory layout of the instances of an exception class."""
+    while cls.__module__ != "builtins":
+        cls = cls.__base__
+    return cls
 
 
 def _others(trace: TracebackType | None) -> TracebackType | None:

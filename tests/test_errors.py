@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
-from fastcoll.errors import UsageError, shorten
+from fastcoll.errors import ArrayError, UsageError, rebuilt, reduced, shorten
 
 SCRIPT = """
 import sys, threading
@@ -49,6 +49,49 @@ thread.start()
 thread.join()
 work = dist.broadcast(x, 5)
 """
+
+
+class CommandError(OSError):
+    def __init__(self, *, command: str) -> None:
+        super().__init__(2, "not found", command)
+        self.command = command
+
+
+class SlottedError(Exception):
+    __slots__ = ("key",)
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("a"),
+        FileNotFoundError(2, "not found", "file"),
+        UnicodeDecodeError("ascii", b"\xff", 0, 1, "not ASCII"),
+        ImportError("no module", name="a"),
+        StopIteration(3),
+        CommandError(command="ls"),
+        dist.CollectiveTimeoutError("timed out", [1]),
+        dist.StoreTimeoutError("timed out"),
+        ArrayError("wrong"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_exception_is_built_as_it_was(error: Exception) -> None:
+    again = reduced(error)
+    assert again is not None
+    copied = rebuilt(*again)
+    assert type(copied) is type(error)
+    assert (str(copied), copied.args, vars(copied)) == (str(error), error.args, vars(error))
+    for name in ("filename", "errno", "reason", "name", "value"):
+        assert getattr(copied, name, None) == getattr(error, name, None)
+
+
+def test_a_class_that_needs_its_constructor_is_left_to_pickle() -> None:
+    assert reduced(SlottedError("a")) is None
 
 
 def test_no_frames_of_the_package_are_printed() -> None:

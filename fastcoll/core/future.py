@@ -15,7 +15,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..errors import ArgumentTypeError, UsageError
+from ..errors import ArgumentTypeError, UsageError, rebuilt, reduced
 
 _TWICE = "Future can only be marked completed once, and has a result already"
 T = TypeVar("T")
@@ -198,9 +198,10 @@ def anew(error: E) -> E:
     If the original were raised, it would refer to the frames that it passes through, and so keep the arguments of these
     calls alive.
     """
+    copying = reduced(error)
     try:
-        copied = copy.copy(error)
-    except Exception:  # the exception's class has a constructor that does not take the exception's `args`
+        copied = copy.copy(error) if copying is None else rebuilt(*copying)
+    except Exception:
         return error.with_traceback(None)
     copied.__cause__ = error.__cause__
     return copied

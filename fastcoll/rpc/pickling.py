@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import Any, Protocol
 
-from ..errors import NotInitializedError, UsageError, message_of
+from ..errors import NotInitializedError, UsageError, message_of, rebuilt, reduced
 from .wire import Buffer, RpcMessage
 from .worker_info import WorkerInfo
 
@@ -238,14 +238,24 @@ class receiving:
         _this_thread.sender = self._before
 
 
+class _ErrorPickler(pickle.Pickler):
+    """Pickles exceptions, also those inside of others, such that they are built without their constructors."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, BaseException) and (found := reduced(value)) is not None:
+            return rebuilt, found
+        return NotImplemented
+
+
 def pickled_error(error: BaseException) -> bytes | None:
     """Return the pickle of an exception, without its traceback; None if it cannot be pickled and unpickled."""
+    file = io.BytesIO()
     try:
-        data = pickle.dumps(error, 5)
-        pickle.loads(data)
+        _ErrorPickler(file, 5).dump(error)
+        pickle.loads(file.getvalue())
     except Exception:
         return None
-    return data
+    return file.getvalue()
 
 
 def loaded_error(pickled: bytes) -> BaseException | None:

@@ -158,9 +158,17 @@ class OwnError(Exception):
         return type(self), (1, 2)
 
 
+class MissingError(KeyError, TimeoutError):
+    """The constructor makes the message, and takes other arguments than `args`."""
+
+    def __init__(self, *, key: str) -> None:
+        super().__init__(f"no key {key}")
+        self.key = key
+
+
 class UnbuildableError(Exception):
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__("unbuildable")
+    def __reduce__(self) -> Any:
+        return int, ("x",)
 
 
 class SilentError(Exception):
@@ -183,7 +191,9 @@ def fail(kind: str) -> Any:
     if kind == "own":
         raise OwnError(1, 2)
     if kind == "unbuildable":
-        raise UnbuildableError(1, 2)
+        raise UnbuildableError("unbuildable")
+    if kind == "missing":
+        raise MissingError(key="a") from MissingError(key="b")
     if kind == "silent":
         raise SilentError
     if kind == "silent, unpicklable":
@@ -205,6 +215,9 @@ def test_exceptions_come_back(worker: int, world_size: int) -> None:
     assert "raise OwnError(1, 2)" in str(own.value.__cause__)
     with pytest.raises(ValueError, match="invalid literal"):
         rpc.rpc_sync(to, fail, args=("x",))
+    with pytest.raises(MissingError) as missing:
+        rpc.rpc_sync(to, fail, args=("missing",))
+    assert (missing.value.args, missing.value.key) == (("no key a",), "a")
     with pytest.raises(SilentError):
         rpc.rpc_sync(to, fail, args=("silent",), timeout=LIMIT)
     for function, args, kind, message in (

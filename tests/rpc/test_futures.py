@@ -62,6 +62,20 @@ def test_a_callback_whose_exception_has_no_text_ends_the_future() -> None:
         following.wait(0)
 
 
+def test_an_exception_is_raised_with_its_message_whatever_its_constructor_does() -> None:
+    class MissingError(KeyError):
+        def __init__(self, key: str) -> None:
+            super().__init__(f"no key {key}")
+            self.key = key
+
+    future: Future[int] = Future()
+    future.set_exception(MissingError("a"))
+    for _ in range(2):
+        with pytest.raises(MissingError) as raised:
+            future.wait()
+        assert (raised.value.args, raised.value.key) == (("no key a",), "a")
+
+
 def test_the_first_exception_of_many_ends_wait_all() -> None:
     futures: list[Future[int]] = [Future() for _ in range(3)]
     whole = collect_all(futures)
