@@ -64,7 +64,7 @@ from ..api.p2p import waitany
 from ..arrays.dtypes import NUMPY
 from ..core import signature
 from ..core.group import ProcessGroup
-from ..core.operands import LARGEST_TAG, Array
+from ..core.operands import ANY_TAG, LARGEST_TAG, Array
 from ..core.operations import KINDS, METHODS, NATIVE, NO_ARRAY, OPERATIONS
 from ..core.operations import call as call_method
 from ..core.reduce_op import CUSTOM, PREDEFINED, PREMUL_SUM, ReduceOp
@@ -82,6 +82,9 @@ from ..system.forks import at_fork
 
 FOREIGN = 1 << 40
 """Added to a global rank that is passed as `peer` although it is not in the group."""
+
+INVALID_TAG = ANY_TAG - 1
+"""The tag in the word of a message whose tag is out of range and may not fit into the word."""
 
 SPLITS = 1 << 8
 """A bit in the word of a refused call. It means that the call's split sizes are wrong."""
@@ -394,7 +397,10 @@ class _DecodedCall:
 
     @property
     def tag(self) -> int:
-        return self._words.call >> DTYPE_BITS
+        tag = self._words.call >> DTYPE_BITS
+        if tag == INVALID_TAG:
+            raise UsageError("the tag is out of range; tags are integers from 0 to 2**31 - 1")
+        return tag
 
     @property
     def is_apart(self) -> bool:

@@ -31,6 +31,7 @@ from ..kernels import c_entries as d
 from ..p2p.pipe import ANY
 from ..p2p.transfers import DTYPE_BITS
 from . import descriptors
+from .descriptors import INVALID_TAG
 from .keywords import refuse_lost
 from .numba_cache import lock_caches
 from .numba_types import (
@@ -539,10 +540,9 @@ def _message(tensor: Any, writes: bool) -> int:
 def _kind(kind, tag):
     """Return a message's `call` word with this tag.
 
-    An invalid tag becomes ANY_TAG - 1, which is refused. Tags above LARGEST_TAG are invalid, because they are the
-    library's own.
+    Tags above LARGEST_TAG are invalid, because they are the library's own.
     """
-    return kind | (tag if ANY_TAG <= tag <= LARGEST_TAG else ANY_TAG - 1) << DTYPE_BITS
+    return kind | (integer_of(tag) if ANY_TAG <= tag <= LARGEST_TAG else INVALID_TAG) << DTYPE_BITS
 
 
 @overload(p2p.send)

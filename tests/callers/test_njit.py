@@ -151,8 +151,16 @@ def test_senders_and_receivers_are_global_ranks(rank, world_size):
         with pytest.warns(UserWarning, match="which is not in the given group"):
             posted_send(x, 1, group)
     for tag in (-1, 1 << 31, 1 << 42, 1 << 62):  # the last do not fit into the word of a tag
-        with pytest.raises(dist.UsageError, match="tags are integers from 0 to"):
+        with pytest.raises(dist.UsageError, match="tags are integers from 0 to") as raised:
             give(x, rank, dist.group.WORLD, tag)
+        assert "-2" not in str(raised.value)
+    for tag in (np.uint64(5), np.int8(5)):
+        if rank == 0:
+            give(x, 1, dist.group.WORLD, tag)
+        elif rank == 1:
+            dist.recv(x, 0, tag=5)
+    with pytest.raises(numba.TypingError, match="float64; give an integer"):
+        give(x, rank, dist.group.WORLD, 1.5)
 
 
 @pytest.mark.long
