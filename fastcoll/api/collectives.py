@@ -523,7 +523,7 @@ def all_to_all_single(
 
     Args:
         output, input: arrays of the same dtype.
-        output_split_sizes, input_split_sizes: the number of rows of each block; None: equal blocks.
+        output_split_sizes, input_split_sizes: the number of rows of each block; None or an empty list: equal blocks.
         group, async_op and errors: as for `all_reduce`.
 
     Examples:

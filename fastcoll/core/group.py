@@ -408,7 +408,7 @@ class ProcessGroup:
     ) -> Work | None:
         """Copy part p of rank r's input to part r of rank p's output.
 
-        Parts are along the first dimension; None for the split sizes means equal parts.
+        Parts are along the first dimension; None or an empty list for the split sizes means equal parts.
         """
         with self.preparing("all_to_all_single"):
             out = self.import_array(output, writable=True, what="output")

@@ -333,11 +333,10 @@ def equal_blocks(name: str, whole: Array, other: str, part: Array, n: int) -> tu
 
 
 def parts_along_rows(name: str, x: Array, splits: Sequence[int] | None, n: int) -> list[Array]:
-    """Divide x along its first dimension into n parts."""
+    """Divide x along its first dimension into n parts, which are equal if `splits` is None or empty."""
     rows = x.shape[0] if x.ndim else 1
-    if splits is not None:
-        sizes = wholes(f"{name}_split_sizes", splits)
-    else:
+    sizes = [] if splits is None else wholes(f"{name}_split_sizes", splits)
+    if not sizes:
         if rows % n:
             raise UsageError(
                 f"{name} has {rows} rows, which {n} ranks cannot share equally; give {name}_split_sizes"

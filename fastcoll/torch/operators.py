@@ -322,7 +322,7 @@ def _all_to_all_single(arguments: dict[str, Any]) -> Any:
     out, x = arguments["output"], arguments["input"]
     outs, ins = arguments["output_split_sizes"], arguments["input_split_sizes"]
     n: list[int] = []
-    if outs is not None or ins is not None:
+    if outs or ins:
         parts = len(outs or ins)
         n = [*(outs or [out.shape[0] // parts] * parts), *(ins or [x.shape[0] // parts] * parts)]
     return _put("all_to_all_single", [out], [x], arguments, n)

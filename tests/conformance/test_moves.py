@@ -111,9 +111,11 @@ def test_all_to_all_single_with_splits(rank, world_size):
     np.testing.assert_array_equal(out, want)
     even = np.arange(4 * world_size, dtype="f4") + 1000 * rank
     got = np.zeros_like(even)
-    dist.all_to_all_single(got, even)
     want = np.concatenate([np.arange(4 * rank, 4 * rank + 4) + 1000 * p for p in range(world_size)])
-    np.testing.assert_array_equal(got, want.astype("f4"))
+    for splits in ((), ([], []), (None, ())):
+        got[:] = 0
+        dist.all_to_all_single(got, even, *splits)
+        np.testing.assert_array_equal(got, want.astype("f4"))
     dist.all_to_all_single(even, even)  # in place
     np.testing.assert_array_equal(even, got)
 

@@ -55,6 +55,7 @@ def every_function(x: torch.Tensor, group: Any) -> Any:
     dist.all_to_all(outs, [part, y])
     swapped = torch.empty_like(stacked)
     dist.all_to_all_single(swapped, stacked)
+    dist.all_to_all_single(swapped, swapped * 2, [], [])
     rows = torch.arange(6.0) + RANK
     mixed, split = torch.empty(6), [[2, 4], [4, 2]][RANK]
     dist.all_to_all_single(mixed, rows, split, split, group=group)
