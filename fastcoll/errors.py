@@ -14,7 +14,7 @@
     ├── ResourceError(OSError)            the machine lacks a resource (shared memory, ports)
     ├── RpcError                          a remote call failed; other calls are not affected
     │   ├── RpcTimeoutError(TimeoutError)     the call was not answered in time
-    │   └── RemoteError                       an exception of another worker whose class cannot be built here
+    │   └── RemoteError                       an exception of another worker that cannot be pickled or built here
     └── GroupError                        the group has failed, permanently
         ├── PeerDiedError                 a rank's process ended
         ├── CollectiveTimeoutError(TimeoutError)  a rank did not arrive in time
@@ -117,7 +117,7 @@ class RpcTimeoutError(RpcError, TimeoutError):
 
 
 class RemoteError(RpcError):
-    """A remote call raised an exception whose class cannot be built here; `__cause__` has the remote traceback."""
+    """A remote call raised an exception that cannot be pickled or built here; `__cause__` has the remote traceback."""
 
 
 class GroupError(FastcollError):

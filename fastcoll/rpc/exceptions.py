@@ -45,9 +45,13 @@ def unpack(worker: WorkerInfo, packed: Packed) -> BaseException:
     pickled, name, message, text = packed
     error = pickling.loaded_error(pickled) if pickled is not None else None
     if error is None:
+        fault = (
+            "one that cannot be pickled and unpickled"
+            if pickled is None
+            else "of a class that cannot be built here"
+        )
         error = RemoteError(
-            f"{name} on worker {worker}: {message}. Original exception on remote side was of a class that "
-            "cannot be built here"
+            f"{name} on worker {worker}: {message}. Original exception on remote side was {fault}"
         )
     error.__cause__ = RemoteTraceback(text)
     return error

@@ -239,7 +239,7 @@ class receiving:
 
 
 class _ErrorPickler(pickle.Pickler):
-    """Pickles exceptions, also those inside of others, such that they are built without their constructors."""
+    """Pickles exceptions, also those inside others, in a way that builds them without their constructors."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, BaseException) and (found := reduced(value)) is not None:

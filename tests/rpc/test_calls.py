@@ -226,7 +226,7 @@ def test_exceptions_come_back(worker: int, world_size: int) -> None:
             fail,
             ("silent, unpicklable",),
             RemoteError,
-            r"SilentError on worker .*: <exception str\(\) failed>",
+            r"SilentError on worker .*: <exception str\(\) failed>. .* cannot be pickled",
         ),
         (fail, ("unpicklable",), UsageError, r"cannot be pickled: .*lock"),
         (back, (threading.Lock(),), UsageError, "cannot be pickled"),
