@@ -30,6 +30,7 @@ class Console:
     writes text that other code prints there, such as warnings. If the reader or the terminal is gone, the console
     appends SIGPIPE to `signals`. While there is a signal or failure to handle, a write waits for the reader for at most
     one second. After that the console drops this output, and all later output until the reader reads again.
+    SIGCHLD is not ignored in the block.
 
     Args:
         handled: the signals to collect.
@@ -50,6 +51,9 @@ class Console:
             if before != signal.SIG_IGN:  # an ignored signal stays ignored, such as SIGHUP under nohup
                 signal.signal(number, lambda got, _: self.signals.append(got))
                 self._leaving.callback(signal.signal, number, before)
+        # While SIGCHLD is ignored, as it may be since before this program, no exit code of a child can be read.
+        before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._leaving.callback(signal.signal, signal.SIGCHLD, before)
         self._leaving.enter_context(contextlib.redirect_stderr(_Stderr(self)))
         return self
 

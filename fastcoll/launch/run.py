@@ -27,7 +27,7 @@ from ..metrics import in_launcher
 from .lifeline import GRACE_SECONDS
 from .nodes import NodeShare, free_port, python_main
 from .ranks import RankProcess
-from .spawn import ProcessExitedError, ProcessRaisedError, check_args
+from .spawn import ProcessExitedError, ProcessRaisedError, check_call
 from .supervisor import Supervisor
 
 
@@ -71,7 +71,7 @@ def run(
         raise UsageError(f"run: fn must be a function, got {type(fn).__name__}; give it without calling it")
     if type(ranks) is not int or ranks < 1:
         raise UsageError(f"run: ranks must be an int from 1 up, got {ranks!r}")
-    check_args("run", args)
+    check_call("run", args)
     cloudpickle = _cloudpickle()
     # Notebooks and shells keep the source of their cells in `linecache`. Ranks get it too, for tracebacks.
     typed = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -197,11 +198,16 @@ def spawn(
     return None
 
 
-def check_args(caller: str, args: Any) -> None:
-    """Refuse arguments of a function that are not in a tuple or list."""
+def check_call(caller: str, args: Any) -> None:
+    """Refuse arguments of a function that are not in a tuple or list, and a caller that ignores SIGCHLD."""
     if not isinstance(args, list | tuple):
         raise UsageError(
             f"{caller}: args must be a tuple or list of arguments, got {type(args).__name__}; give (x,)"
+        )
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        raise UsageError(
+            f"{caller}: this process ignores SIGCHLD, so it cannot read how ranks end; call "
+            "signal.signal(signal.SIGCHLD, signal.SIG_DFL) before"
         )
 
 
@@ -210,7 +216,7 @@ def _check(fn: Callable[..., object], args: Any, nprocs: int, start_method: str)
         raise UsageError(f"spawn: fn must be a function fn(rank, *args), got {type(fn).__name__}")
     if type(nprocs) is not int or nprocs < 1:
         raise UsageError(f"spawn: nprocs must be an int from 1 up, got {nprocs!r}")
-    check_args("spawn", args)
+    check_call("spawn", args)
     known = multiprocessing.get_all_start_methods()
     if start_method not in known:
         raise UsageError(f"spawn: start_method must be one of {', '.join(known)}, got {start_method!r}")

@@ -100,6 +100,12 @@ def test_the_first_failure_ends_the_others(launch: Launch, failure: str, code: i
     assert done.stderr.count("failed first") == 1
 
 
+def test_a_failure_counts_though_the_launcher_was_started_with_sigchld_ignored(launch: Launch) -> None:
+    text = "print(signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL); sys.exit(3)"
+    done = launch(text, "--no_prefix", "script.py", command=["env", "--ignore-signal=CHLD", *COMMAND])
+    assert (done.returncode, done.stdout) == (3, "True\n")
+
+
 @pytest.mark.long
 def test_without_a_cause_the_failed_group_is_reported(launch: Launch) -> None:
     text = "from fastcoll.errors import PeerDiedError\nif rank == 0: raise PeerDiedError('rank 1 is gone')"

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from launch.launching import LIMIT, has_ended
 
 from fastcoll.errors import GroupError, UsageError
+from fastcoll.launch.run import run
 from fastcoll.launch.spawn import ProcessExitedError, ProcessRaisedError, SpawnContext, spawn
 
 
@@ -157,6 +159,17 @@ def test_the_processes_die_with_their_parent() -> None:
 def test_wrong_arguments_are_refused(arguments: dict[str, object], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         spawn(**{"fn": write, **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("begin", [run, spawn])
+def test_a_process_that_ignores_sigchld_is_refused(begin: Callable[..., object]) -> None:
+    """It could not read the exit codes of ranks."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(UsageError, match="this process ignores SIGCHLD"):
+            begin(show_and_stay)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_functions_of_an_interactive_session_are_refused_with_what_to_do() -> None:
