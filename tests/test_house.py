@@ -17,7 +17,7 @@ OF_OTHERS = {
     "_internal_kv_get", "_internal_kv_put", "_internal_kv_del",
     "_is_profiler_enabled", "_EffectType", "_register_effectful_op", "_rendezvous_handlers",
     "_functions", "_backward_cls", "_backward_hooks", "_sequence_nr", "_set_sequence_nr", "_use_count", "_indices",
-    "_values", "_getframe", "_execution_engine",
+    "_values", "_getframe", "_execution_engine", "_args_from_interpreter_flags",
 }  # fmt: skip
 """Private names of Python's own and of other libraries, which have no public ones for it."""
 

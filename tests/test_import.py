@@ -59,7 +59,8 @@ KEPT = {
     "socket": ("system", "metrics", "store", "rendezvous", "net/tcp", "rpc"),
     "prometheus_client": ("metrics",),
     "opentelemetry": ("rpc",),
-    "pickle": ("api/objects.py", "rpc/pickling.py", "rpc/tensor_buffers.py"),
+    # In testing: from pytest to its own workers.
+    "pickle": ("api/objects.py", "rpc/pickling.py", "rpc/tensor_buffers.py", "testing"),
     "numba.cloudpickle": ("launch/run.py",),  # from the caller and its own children
     "cupy": ("gpu",),
 }

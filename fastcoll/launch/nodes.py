@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import random
 import secrets
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,7 +53,9 @@ _THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
 def python_main(module: str) -> tuple[str, ...]:
-    """Return the command that calls `main` of a module in a new interpreter with this interpreter's sys.path.
+    """Return the command that calls `main` of a module in a new interpreter.
+
+    The new interpreter has this interpreter's sys.path and options, such as -O and -W.
 
     The caller appends integers, which are the arguments of `main`.
     """
@@ -60,7 +63,8 @@ def python_main(module: str) -> tuple[str, ...]:
         "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
         f"from {module} import main; sys.exit(main(*map(int, sys.argv[2:])))"
     )
-    return sys.executable, "-u", "-c", boot, json.dumps(sys.path)
+    options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+    return sys.executable, *options, "-u", "-c", boot, json.dumps(sys.path)
 
 
 @dataclass(frozen=True)

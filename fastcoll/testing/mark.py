@@ -80,7 +80,8 @@ class Setup:
     """The arguments and options with which a worker runs pytest as its parent does."""
 
     args: list[str]
-    options: dict[str, Any]
+    # Pickled values by name; the worker loads them after the conftest files, which may define their classes.
+    options: dict[str, bytes]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ test. Each rank sets up its own fixtures for each test, whatever their scope. An
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -35,10 +37,12 @@ _HELP = (
 # Options that are not passed to workers: those for output, files and debugging, and those of plugins that spawn
 # processes or repeat tests.
 _PARENT_OPTIONS = """
-    basetemp capture collectonly debug file_or_dir log_cli_level log_file log_file_mode maxfail pastebin
+    basetemp cacheclear capture collectonly debug file_or_dir log_cli_level log_file log_file_mode maxfail pastebin
     plugins runxfail setuponly setupplan setupshow trace usepdb usepdb_cls xmlpath
     dist maxprocesses maxworkerrestart numprocesses px tx reruns
 """
+# Plugins that write into pytest's cache which tests have run or failed; only the parent knows that of a whole test.
+_CACHE_WRITERS = ("lfplugin", "nfplugin", "stepwise")
 _PORTS = 50  # how many free ports are drawn at once
 
 
@@ -115,8 +119,13 @@ class RanksRunner:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
+        self._setup: Setup
         self._pool: Pool | None = None
         self._ports: list[int] = []  # a new one for each test, because the last test's may still be in use
+
+    def pytest_sessionstart(self) -> None:
+        # A conftest file that is imported later may take the name of one whose classes the options have.
+        self._setup = _setup_of(self._config)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -139,7 +148,7 @@ class RanksRunner:
         places = config.hook.pytest_ranks_places(config=config, world_size=size) or [Place()] * size
         mark = replace(mark, backend=mark.backend or config.getoption("ranks_backend"))
         segments = _segments(places)
-        self._pool = self._pool or Pool(_setup_of(config))
+        self._pool = self._pool or Pool(self._setup)
         self._ports = self._ports or free_ports(_PORTS)
         results = self._pool.run(_tasks(pyfuncitem, mark, places, self._ports.pop()))
         left = lasting(lambda: sorted(_segments(places) - segments))
@@ -195,8 +204,13 @@ def _tasks(item: pytest.Function, mark: RanksMark, places: Sequence[Place], port
 
 def _setup_of(config: pytest.Config) -> Setup:
     """Return the command line of a worker, with the configuration, conftest files and plugins of this session."""
-    args = [f"--rootdir={config.rootpath}", "-s", "--runxfail", "-p", "no:terminal", "-p", "no:cacheprovider"]
+    args = [f"--rootdir={config.rootpath}", "--runxfail", "-p", "no:terminal"]
+    for plugin in _CACHE_WRITERS:
+        args += ["-p", f"no:{plugin}"]
+    args += [] if config.pluginmanager.is_blocked("capture") else ["-s"]
     args += [f"--import-mode={config.getoption('importmode')}", "-o", "addopts="]
+    for warning in config.getoption("pythonwarnings") or []:
+        args += ["-W", warning]
     # A worker imports fastcoll before it starts pytest. If fastcoll is installed, pytest warns of that.
     args += ["-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"]
     args += ["-c", str(config.inipath)] if config.inipath is not None else []
@@ -205,17 +219,12 @@ def _setup_of(config: pytest.Config) -> Setup:
         args += ["-p", plugin]
     for setting in config.getoption("override_ini") or []:
         args += ["-o", setting]
-    hidden = _PARENT_OPTIONS.split()
-    sent = {
-        name: value for name, value in vars(config.option).items() if name not in hidden and _is_plain(value)
-    }
+    hidden = {*_PARENT_OPTIONS.split()}
+    sent = {}
+    for name in vars(config.option).keys() - hidden:
+        with contextlib.suppress(Exception):  # it cannot be pickled
+            sent[name] = pickle.dumps(getattr(config.option, name))
     paths = config.args
     if not config.getoption("pyargs"):  # a test or a fixture may have changed the current directory
         paths = [str(config.invocation_params.dir / path) for path in paths]
     return Setup([*args, *paths], sent)
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))

@@ -15,6 +15,7 @@ import faulthandler
 import gc
 import io
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -52,9 +53,8 @@ class RankWorker:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> None:
-        for name, value in self.setup.options.items():
-            if hasattr(config.option, name):
-                setattr(config.option, name, value)
+        for name, pickled in self.setup.options.items():
+            setattr(config.option, name, pickle.loads(pickled))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> bool:

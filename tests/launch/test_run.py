@@ -52,6 +52,11 @@ def test_closures_run_in_ranks_that_have_met_and_results_come_back(capfd: pytest
     assert not dist.is_initialized()
 
 
+def test_ranks_have_the_options_of_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "warnoptions", ["error:an error here"])
+    assert "error:an error here" in dist.run(lambda: sys.warnoptions, 1)[0]
+
+
 def fail(how: str) -> None:
     """Fail on rank 1, which makes the others fail."""
     if dist.get_rank() != 1:

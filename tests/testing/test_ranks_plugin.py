@@ -18,10 +18,14 @@ from fastcoll.system.processes import session
 
 SEGMENT = f"fastcoll-test-{os.getpid()}-{session()}"
 FILES: dict[str, str] = {}
+OPTIONS = (
+    *("-W", "ignore::pytest.PytestUnraisableExceptionWarning"),
+    *("-W", "error:an error here", "--showlocals", "--flavour=sour", "--shape=round"),
+)
 
 
 def file(name: str, text: str) -> str:
-    """Add a file to the run; names of tests must be unique. The last argument of the run is `--flavour=sour`."""
+    """Add a file to the run; names of tests must be unique. OPTIONS are its arguments."""
     FILES[name] = f"import os, time, pytest\n{text}"
     return name
 
@@ -29,8 +33,7 @@ def file(name: str, text: str) -> str:
 @pytest.fixture(scope="module")
 def inner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InnerRun]:
     """Run pytest on all files."""
-    unraisable = "ignore::pytest.PytestUnraisableExceptionWarning"
-    yield InnerRun(tmp_path_factory.mktemp("inner"), FILES, "-W", unraisable, "--flavour=sour")
+    yield InnerRun(tmp_path_factory.mktemp("inner"), FILES, *OPTIONS)
     for name in (SEGMENT, f"{SEGMENT}-of-another", f"other-{SEGMENT}"):
         Path("/dev/shm", name).unlink(missing_ok=True)
 
@@ -156,8 +159,16 @@ file(
     "conftest.py",
     """
 import pytest
+import enum, pathlib
+Shape = enum.Enum("Shape", "square round")
 def pytest_addoption(parser):
     parser.addoption("--flavour", default="plain")
+    parser.addoption("--shape", type=lambda name: {Shape[name]}, default=set())
+    parser.addoption("--not-sent", default=lambda: None)
+@pytest.fixture
+def shape(request):
+    found, = request.config.getoption("--shape")
+    return found is Shape.round
 @pytest.fixture(scope="session")
 def flavour(request):
     return request.config.getoption("--flavour")
@@ -195,6 +206,41 @@ def test_fixtures_parameters_classes_and_monkeypatch_work_in_the_ranks(inner: In
     assert inner.outcomes(FIXTURES) == {"passed": 2}
     assert (inner.folder / "torn-down-0").exists()
     assert (inner.folder / "torn-down-1").exists()
+
+
+CONFIGURATION = file(
+    "test_configuration.py",
+    """
+@pytest.mark.ranks(2, init=False)
+def test_options(shape, request, cache):
+    assert shape
+    assert request.config.getoption("verbose") == 1
+    cache.set("example", [1])
+    assert cache.get("example", None) == [1]
+
+@pytest.mark.ranks(2, init=False)
+def test_warning():
+    import warnings
+    warnings.warn("an error here")
+
+@pytest.mark.ranks(2, init=False)
+def test_local_variables():
+    shown = "as a local variable"
+    assert False
+""",
+)
+
+
+def test_ranks_have_the_options_of_pytest(inner: InnerRun) -> None:
+    assert inner.outcomes(CONFIGURATION) == {"passed": 1, "failed": 2}
+    inner.said("test_warning").fnmatch_lines(["all 2 ranks: UserWarning: an error here"])
+    inner.said("test_local_variables").fnmatch_lines(["shown *= 'as a local variable'"])
+
+
+@pytest.mark.long
+def test_ranks_start_without_the_capture_of_output(tmp_path: Path) -> None:
+    files = {"test_it.py": "import pytest\n@pytest.mark.ranks(2, init=False)\ndef test_it():\n    pass"}
+    assert InnerRun(tmp_path, files, "-p", "no:capture").outcomes("test_it.py") == {"passed": 1}
 
 
 EQUAL = file(
