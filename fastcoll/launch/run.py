@@ -9,6 +9,7 @@ so no files are left. The launcher's supervisor starts and watches the ranks (su
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import linecache
 import mmap
 import os
@@ -90,9 +91,13 @@ def run(
             cloudpickle.unregister_pickle_by_value(module)
     with contextlib.ExitStack() as open_files:
         metrics = open_files.enter_context(in_launcher.serving())
-        files = [os.memfd_create("fastcoll-run") for _ in range(ranks + 1)]
-        for file in files:
-            open_files.callback(os.close, file)
+        files: list[int] = []
+        for _ in range(ranks + 1):
+            # Ranks inherit a file under its number, so it is above those of standard streams, which may be closed here.
+            lowest = os.memfd_create("fastcoll-run")
+            with open(lowest, "rb"):
+                files.append(fcntl.fcntl(lowest, fcntl.F_DUPFD_CLOEXEC, 3))
+            open_files.callback(os.close, files[-1])
         with open(files[0], "wb", closefd=False) as stream:
             stream.write(task)
         numbers = tuple(map(str, files))
@@ -177,8 +182,12 @@ class _Raised:
         return None
 
 
-def _writer(stream: TextIO) -> Callable[[bytes], None]:
+def _writer(stream: TextIO | None) -> Callable[[bytes], None]:
+    """Return a function that writes to the stream; None: the stream was closed when Python started."""
+
     def write(data: bytes) -> None:
+        if stream is None:
+            return
         stream.write(data.decode(errors="replace"))
         stream.flush()
 

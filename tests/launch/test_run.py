@@ -143,6 +143,14 @@ def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
         dist.run(lambda: threading.Lock(), 1)
 
 
+def test_the_standard_streams_of_the_caller_may_be_closed(tmp_path: Path) -> None:
+    """As in a daemon."""
+    code = "import fastcoll; open('results', 'w').write(str(fastcoll.run(lambda: print('dropped') or 7, 2)))"
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+    subprocess.run(command, cwd=tmp_path, timeout=LIMIT, check=True)
+    assert (tmp_path / "results").read_text() == "[7, 7]"
+
+
 # As in a shell: functions of `__main__`, which has no file that a rank could import.
 SHELL = """
 import os, sys, time
