@@ -49,11 +49,18 @@ def reap_orphans() -> None:
 
 def children_of(pid: int) -> list[int]:
     """Return the pids of a process's children, including zombies."""
-    children: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
-            children += map(int, (task / "children").read_text().split())
-    return children
+    threads = os.listdir(f"/proc/{pid}/task")
+    return [child for thread in threads for child in children_of_thread(pid, int(thread))]
+
+
+def children_of_thread(pid: int, thread: int) -> list[int]:
+    """Return the pids of the children, including zombies, that one thread of a process has started or adopted.
+
+    A subreaper's main thread adopts the orphans.
+    """
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+        return [*map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())]
+    return []
 
 
 def signal_group(leader: int, number: int) -> None:

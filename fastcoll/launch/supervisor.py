@@ -2,7 +2,8 @@
 
 The supervisor runs on one thread. One selector waits for output in the ranks' pipes and for the ends of the ranks'
 processes, each by a pidfd. Every rank leads its own session. The launcher, which is the process of the supervisor, is
-the subreaper of all its descendants: it adopts processes that outlive their rank and kills them at the end.
+the subreaper of all its descendants: it adopts processes that outlive their rank, reaps those that end, and kills the
+others at the end.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class Supervisor:
         # The joiners to start: for each, the time of its start, its local rank and its number.
         self._joiners: list[tuple[float, int, int]] = []
         self._restarts = 0
-        self._not_ours = set(lifeline.children_of(os.getpid()))
+        self._earlier = _children()
         self._selector = selectors.DefaultSelector()
         self._tick, self._outputs = tick, outputs or Outputs(to_files=logs is not None)
         self.interrupted = 0
@@ -275,6 +276,9 @@ class Supervisor:
         while self._running or self._failed:
             for key, _ in self._selector.select(self._tick):
                 key.data()
+            if not self._is_guest:
+                for pid in self._adopted():
+                    os.waitpid(pid, os.WNOHANG)
             if self._kill_at is None and (elsewhere := self._elsewhere()):
                 self._failed = None
                 self._say(f"{'on another node ' if elsewhere.code else ''}{elsewhere.text}")
@@ -364,10 +368,14 @@ class Supervisor:
             for rank in self.ranks:
                 rank.close()
 
+    def _adopted(self) -> set[int]:
+        """Return the pids of the processes that have outlived their ranks and are now children of this launcher."""
+        return _children() - self._earlier - {rank.process.pid for rank in self._running}
+
     def _end_leftovers(self) -> None:
         """End the processes that have outlived their ranks and are now children of this launcher."""
         start, killed = time.monotonic(), math.inf
-        while children := set(lifeline.children_of(os.getpid())) - self._not_ours:
+        while children := self._adopted():
             now = time.monotonic()
             for pid in children:
                 if now - start >= _LEFTOVER_SECONDS:
@@ -378,6 +386,11 @@ class Supervisor:
                 self._say(f"SIGKILL has not ended {sorted(children)}, look at them with ps")
                 return
             time.sleep(0.01)
+
+
+def _children() -> set[int]:
+    """Return the pids of the children of the main thread. Other threads wait for the processes that they start."""
+    return {*lifeline.children_of_thread(os.getpid(), os.getpid())}
 
 
 def _quoted(rank: RankProcess) -> str:

@@ -127,6 +127,12 @@ def test_processes_that_outlive_their_rank_are_ended(launch: Launch) -> None:
     assert all(map(has_ended, done.stdout.split()))
 
 
+def test_adopted_processes_that_end_are_reaped_while_the_rank_runs(launch: Launch) -> None:
+    """A shell prints the pid of its background job, and leaves the job to the launcher."""
+    text = "wait_for_end(int(subprocess.check_output(['sh', '-c', 'true & echo $!']))); print('reaped')"
+    assert launch(text, "--no_prefix", "script.py").stdout == "reaped\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_signals_are_passed_on_to_ranks(script: Script, start: Starter, number: signal.Signals) -> None:
     script(f"signal.signal({number:d}, lambda *_: (here('got it'), os._exit(0)))\nhere()\ntime.sleep(1000)")

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 from launch.launching import LIMIT
 
@@ -38,3 +39,24 @@ def test_signalling_a_group_that_is_gone_is_no_error() -> None:
     with subprocess.Popen(["true"], start_new_session=True) as child:
         child.wait()
     lifeline.signal_group(child.pid, signal.SIGTERM)
+
+
+def test_children_belong_to_the_thread_that_started_them() -> None:
+    started, stop = threading.Event(), threading.Event()
+
+    def start() -> None:
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+            pids.append(child.pid)
+            started.set()
+            assert stop.wait(LIMIT)
+
+    pids = list[int]()
+    thread = threading.Thread(target=start)
+    thread.start()
+    assert started.wait(LIMIT)
+    assert pids[0] in lifeline.children_of(os.getpid())
+    assert thread.native_id is not None
+    assert lifeline.children_of_thread(os.getpid(), thread.native_id) == pids
+    assert pids[0] not in lifeline.children_of_thread(os.getpid(), os.getpid())
+    stop.set()
+    thread.join(LIMIT)
