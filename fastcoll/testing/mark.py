@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 from ..errors import UsageError
 
-Outcome = Literal["passed", "skipped", "killed", "failed", "leaked", "died", "deadline", "stranded"]
+Outcome = Literal[
+    "passed", "skipped", "killed", "xfailed", "failed", "leaked", "died", "deadline", "stranded"
+]
 WORKER_PLUGIN = "fastcoll-rank-worker"  # the name of the plugin that makes a pytest session a worker
 _THREAD = re.compile(r"^(Current thread|Thread) .*\(most recent call first\):$")
 OPTIONS = ("init", "backend", "timeout", "fresh", "may_die")
@@ -99,13 +101,14 @@ class Task:
 class RankResult:
     """The result of one rank's part of a test.
 
-    "killed" is an expected death (may_die). "stranded": the rank was still in the test some seconds after another rank
-    had failed. "deadline": the rank was still in the test at the mark's timeout.
+    "killed" is an expected death (may_die), "xfailed" an expected failure (pytest's xfail). "stranded": the rank was
+    still in the test some seconds after another rank had failed. "deadline": the rank was still in the test at the
+    mark's timeout.
     """
 
     rank: int
     outcome: Outcome
-    summary: str = ""  # the failure, or the reason of the skip, in one line
+    summary: str = ""  # the failure, or the reason of the skip or xfail, in one line
     text: str = ""  # details: a traceback, or the stacks
     cause: str = (
         ""  # where the failure was raised, and its message; equal on ranks that failed in the same way
@@ -116,6 +119,11 @@ class RankResult:
     @property
     def failed(self) -> bool:
         """Whether this rank's result makes the test fail."""
+        return self.outcome != "xfailed" and self.spoils
+
+    @property
+    def spoils(self) -> bool:
+        """Whether this rank's process and group cannot be used any more, though the process may live."""
         return self.outcome not in ("passed", "skipped", "killed")
 
 
@@ -151,6 +159,12 @@ def skip_reason(results: Sequence[RankResult]) -> str | None:
     living = [result for result in results if result.outcome != "killed"]
     skipped = [result.summary for result in living if result.outcome == "skipped"]
     return skipped[0] if skipped and len(skipped) == len(living) else None
+
+
+def xfail_reason(results: Sequence[RankResult]) -> str | None:
+    """Return why the test has failed as expected, or None; other failures must be consequences of the expected one."""
+    expected = [result.summary for result in results if result.outcome == "xfailed"]
+    return expected[0] if expected and all(result.secondary for result in results if result.failed) else None
 
 
 def frames_of_the_test(stacks: str) -> str:

@@ -25,7 +25,7 @@ import pytest
 from ..errors import UsageError
 from ..launch.nodes import free_ports
 from ..system.processes import SESSION
-from .mark import WORKER_PLUGIN, Place, RanksMark, Setup, Task, failure_text, skip_reason
+from .mark import WORKER_PLUGIN, Place, RanksMark, Setup, Task, failure_text, skip_reason, xfail_reason
 from .pool import Pool
 from .worker import lasting, shm_names
 
@@ -38,7 +38,7 @@ _HELP = (
 # processes or repeat tests.
 _PARENT_OPTIONS = """
     basetemp cacheclear capture collectonly debug file_or_dir log_cli_level log_file log_file_mode maxfail pastebin
-    plugins runxfail setuponly setupplan setupshow trace usepdb usepdb_cls xmlpath
+    plugins setuponly setupplan setupshow trace usepdb usepdb_cls xmlpath
     dist maxprocesses maxworkerrestart numprocesses px tx reruns
 """
 # Plugins that write into pytest's cache which tests have run or failed; only the parent knows that of a whole test.
@@ -151,6 +151,8 @@ class RanksRunner:
         self._pool = self._pool or Pool(self._setup)
         self._ports = self._ports or free_ports(_PORTS)
         results = self._pool.run(_tasks(pyfuncitem, mark, places, self._ports.pop()))
+        if (reason := xfail_reason(results)) is not None:
+            pytest.xfail(reason)
         left = lasting(lambda: sorted(_segments(places) - segments))
         complaints = [failure_text(results, size)]
         complaints += [f"left in shared memory after the test: {', '.join(left)}"] if left else []
@@ -204,7 +206,7 @@ def _tasks(item: pytest.Function, mark: RanksMark, places: Sequence[Place], port
 
 def _setup_of(config: pytest.Config) -> Setup:
     """Return the command line of a worker, with the configuration, conftest files and plugins of this session."""
-    args = [f"--rootdir={config.rootpath}", "--runxfail", "-p", "no:terminal"]
+    args = [f"--rootdir={config.rootpath}", "-p", "no:terminal"]
     for plugin in _CACHE_WRITERS:
         args += ["-p", f"no:{plugin}"]
     args += [] if config.pluginmanager.is_blocked("capture") else ["-s"]

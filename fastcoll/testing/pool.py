@@ -155,7 +155,7 @@ class Pool:
         except BaseException:
             self._end(list(workers), workers)
             raise
-        spoilt = tasks[0].mark.fresh or any(result.failed for result in results)
+        spoilt = tasks[0].mark.fresh or any(result.spoils for result in results)
         self._end([key for key in workers if (spoilt and key in mine) or key[0] >= _KEPT], workers)
         return results
 
@@ -220,7 +220,7 @@ class _Round:
         result.output = worker.output()
         self._results[worker.rank] = result
         del self._pending[worker.rank]
-        if result.failed:
+        if result.spoils:
             signal_group(worker.process.pid, signal.SIGKILL)  # so that ranks that wait for it notice
             self._grace_end = min(self._grace_end, time.monotonic() + _GRACE_SECONDS)
 

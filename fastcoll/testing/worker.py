@@ -78,14 +78,16 @@ class RankWorker:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         self._reports.append(report)
 
-    @pytest.hookimpl(wrapper=True)
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
         self, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        error = None if call.excinfo is None else call.excinfo.value
-        if error is not None and self._error is None and not isinstance(error, pytest.skip.Exception):
-            self._error = error
-        return (yield)
+        report = yield
+        if report.failed and str(report.longrepr).startswith("[XPASS(strict)]"):
+            report.outcome, report.longrepr = "passed", None  # another rank may have failed as expected
+        if report.failed and self._error is None and call.excinfo is not None:
+            self._error = call.excinfo.value
+        return report
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
@@ -98,7 +100,8 @@ class RankWorker:
     def pytest_runtest_teardown(self) -> Generator[None, None, None]:
         yield
         # After a failure the process is killed, and destroying the group could wait for other ranks.
-        if self.task is not None and self.task.mark.init and self._error is None:
+        has_failed = any(report.failed or _is_expected(report) for report in self._reports)
+        if self.task is not None and self.task.mark.init and not has_failed:
             import fastcoll
 
             if fastcoll.is_initialized():
@@ -119,7 +122,7 @@ class RankWorker:
         self._error = None
         item = self._collect(session, task)
         if item is None:
-            return self._result(task, [])
+            return self._result(task)
         before, environment = Footprint.now(), dict(os.environ)
         os.environ.update(task.environment)
         self.task = task
@@ -131,7 +134,10 @@ class RankWorker:
             self.task = None
             os.environ.clear()
             os.environ.update(environment)
-        return self._result(task, lasting(before.growth) if self._error is None else [])
+        result = self._result(task)
+        if result.outcome == "passed" and (leaks := lasting(before.growth)):
+            return RankResult(task.rank, "leaked", "left behind after the test: " + "; ".join(leaks))
+        return result
 
     def _collect(self, session: pytest.Session, task: Task) -> pytest.Item | None:
         if task.file not in self._items:
@@ -151,23 +157,25 @@ class RankWorker:
             )
         return found[0] if found else None
 
-    def _result(self, task: Task, leaks: list[str]) -> RankResult:
+    def _result(self, task: Task) -> RankResult:
         from ..errors import GroupError
 
         failed = [report for report in self._reports if report.failed]
-        skipped = [report for report in self._reports if report.skipped]
+        expected = [report for report in self._reports if _is_expected(report)]
+        skipped = [report for report in self._reports if report.skipped and not _is_of_subtest(report)]
         if failed or (self._error is not None and not skipped):
             text = "\n".join(map(_text, failed)) or "".join(traceback.format_exception(self._error))
             cause = _cause(failed[0].longrepr) if failed else text
             summary = f"{type(self._error).__name__}: {self._error}".partition("\n")[0]
             secondary = isinstance(self._error, GroupError)
             return RankResult(task.rank, "failed", summary, text, cause, secondary)
+        if expected:
+            reason: Any = getattr(expected[0], "wasxfail", "")
+            return RankResult(task.rank, "xfailed", reason.removeprefix("reason: "))
         if skipped:
-            reason: Any = skipped[0].longrepr
+            reason = skipped[0].longrepr
             text = str(reason[2] if isinstance(reason, tuple) else reason)
             return RankResult(task.rank, "skipped", text.removeprefix("Skipped: "))
-        if leaks:
-            return RankResult(task.rank, "leaked", "left behind after the test: " + "; ".join(leaks))
         return RankResult(task.rank, "passed")
 
 
@@ -181,6 +189,15 @@ def _offer_conftests(config: pytest.Config) -> None:
     for name, plugin in config.pluginmanager.list_name_plugin():
         if name.endswith("conftest.py") and config.rootpath in Path(name).parent.parents:
             fixtures.pytest_plugin_registered(plugin=plugin, plugin_name=name)
+
+
+def _is_of_subtest(report: pytest.TestReport | pytest.CollectReport) -> bool:
+    return hasattr(report, "context")  # SubtestReport is not public before pytest 9
+
+
+def _is_expected(report: pytest.TestReport | pytest.CollectReport) -> bool:
+    """Return whether a report is that of a test that has failed as expected (xfail)."""
+    return report.skipped and hasattr(report, "wasxfail") and not _is_of_subtest(report)
 
 
 def _text(report: pytest.TestReport | pytest.CollectReport) -> str:

@@ -471,6 +471,75 @@ def test_skips_and_expected_failures(inner: InnerRun) -> None:
     inner.summary().fnmatch_lines(["SKIPPED*: not here"])
 
 
+EXPECTED = file(
+    "test_expected.py",
+    """
+import fastcoll
+
+@pytest.mark.ranks(2)
+def test_imperative(rank):
+    if rank == 1:
+        pytest.xfail("not yet")
+    fastcoll.barrier()
+
+@pytest.mark.xfail(raises=ValueError, strict=True, reason="as expected")
+@pytest.mark.ranks(2)
+def test_raises(rank):
+    if rank == 1:
+        raise ValueError
+    fastcoll.barrier()
+
+@pytest.mark.xfail(raises=fastcoll.GroupError)
+@pytest.mark.ranks(2)
+def test_raises_another(rank):
+    if rank == 1:
+        raise ValueError("another")
+    fastcoll.barrier()
+
+@pytest.mark.xfail(strict=True, reason="as expected")
+@pytest.mark.ranks(2)
+def test_on_one_rank(rank):
+    assert rank == 0
+
+@pytest.mark.xfail(strict=True, reason="as expected")
+@pytest.mark.ranks(2)
+def test_strict():
+    pass
+
+@pytest.mark.xfail
+@pytest.mark.ranks(2)
+def test_xpass():
+    pass
+""",
+)
+
+
+def test_xfail_in_the_ranks(inner: InnerRun) -> None:
+    assert inner.outcomes(EXPECTED) == {"xfail": 3, "failed": 2, "xpass": 1}
+    assert f"{EXPECTED}::test_imperative[n2] XFAIL (not yet)" in inner.text
+    assert f"{EXPECTED}::test_raises[n2] XFAIL (as expected)" in inner.text
+    inner.said("test_raises_another").fnmatch_lines(["rank 1 of 2: ValueError: another"])
+    inner.said("test_strict").fnmatch_lines(["?XPASS(strict)? as expected"])
+
+
+SUBTESTS = file(
+    "test_subtests.py",
+    """
+@pytest.mark.ranks(2, init=False)
+@pytest.mark.parametrize("how", [pytest.skip, pytest.xfail, pytest.fail])
+def test_subtest(subtests, how):
+    with subtests.test():
+        how("one")
+    with subtests.test():
+        pass
+""",
+)
+
+
+def test_only_failed_subtests_decide_on_the_test(inner: InnerRun) -> None:
+    assert inner.outcomes(SUBTESTS) == {"passed": 2, "failed": 1}
+
+
 WRONG_MARK = file("test_wrong_mark.py", "@pytest.mark.ranks(2, colour=1)\ndef test_it():\n    pass\n")
 
 

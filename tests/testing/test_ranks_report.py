@@ -14,6 +14,7 @@ from fastcoll.testing.mark import (
     frames_of_the_test,
     name_ranks,
     skip_reason,
+    xfail_reason,
 )
 
 
@@ -106,6 +107,15 @@ def test_ranks_skip_together() -> None:
     assert skip_reason([passed]) is None
     assert failure_text([skipped, killed], 2) == ""
     assert "rank 0 of 2 skipped the test (why), others ran it" in failure_text([skipped, passed], 2)
+
+
+def test_an_expected_failure_explains_its_consequences_and_no_others() -> None:
+    expected, passed = RankResult(0, "xfailed", "why"), RankResult(1, "passed")
+    secondary = RankResult(1, "failed", "PeerDiedError: gone", secondary=True)
+    assert xfail_reason([expected, passed]) == xfail_reason([expected, secondary]) == "why"
+    assert xfail_reason([expected, RankResult(1, "failed", "ValueError: no")]) is None
+    assert xfail_reason([secondary]) is xfail_reason([passed]) is None
+    assert (expected.failed, expected.spoils, passed.spoils, secondary.spoils) == (False, True, False, True)
 
 
 def test_frames_below_the_test_are_left_out() -> None:
