@@ -11,6 +11,7 @@ import argparse
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from .arrays.dtypes import parse_dtype
 from .bench.cases import positive
 from .core.reduce_op import ReduceOp
 from .errors import FastcollError, UsageError
+from .launch.lifeline import die_with_parent
 from .system.standard_streams import run_command
 
 if TYPE_CHECKING:
@@ -97,7 +99,8 @@ def _warm_up(todo: Sequence[str], processes: int) -> int:
     began, new, unkept = time.perf_counter(), 0, ""
     print(f"{len(todo)} kernels: what is not on the disk is compiled, in {processes} processes", flush=True)
     first = _make(todo[0])  # before the fork, so that the processes inherit the imported modules
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes, fork, initializer=_end_early, initargs=(os.getpid(),)) as pool:
         later = as_completed([pool.submit(_make, name) for name in todo[1:]])
         for number, one in enumerate(chain([first], (future.result() for future in later)), 1):
             unkept = unkept or one.unkept
@@ -111,6 +114,12 @@ def _warm_up(todo: Sequence[str], processes: int) -> int:
     if unkept:
         print(f"nothing is done ahead: {unkept}", file=sys.stderr)
     return 1 if unkept else 0
+
+
+def _end_early(parent: int) -> None:
+    """Let Ctrl-C end this process while it compiles, and end it with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with_parent(parent)
 
 
 def _make(name: str) -> _Made:

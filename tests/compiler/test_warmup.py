@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from programs import python
+from programs import LIMIT, python
 
 import fastcoll
 from fastcoll import warmup
@@ -87,6 +93,46 @@ def test_code_that_cannot_be_kept_is_a_failure_here(monkeypatch, capsys):
     monkeypatch.setattr(warmup, "_make", lambda name: warmup._Made(name, 0.1, True, "the disk is full"))
     assert warmup._warm_up(["all_reduce"], 1) == 1
     assert "nothing is done ahead: the disk is full" in capsys.readouterr().err
+
+
+# Each process of the pool prints its pid and compiles for ever.
+COMPILING = """
+import os, signal, time
+from fastcoll import warmup
+
+def make(name):
+    if name == "first":
+        return warmup._Made(name, 0.0, False, "")
+    os.write(1, f"{os.getpid()}\\n".encode())
+    while True:
+        try: time.sleep(1000)
+        except KeyboardInterrupt: pass
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+warmup._make = make
+warmup._warm_up(["first", "second", "third"], 2)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_all_processes(number):
+    """Ctrl-C is sent to the process group, SIGTERM to the command alone."""
+    command = [sys.executable, "-c", COMPILING]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as parent:
+        parent.stdout.readline()
+        pidfds = [os.pidfd_open(int(parent.stdout.readline())) for _ in range(2)]
+        send = os.killpg if number == signal.SIGINT else os.kill
+        send(parent.pid, number)
+        try:
+            assert parent.wait(LIMIT) == -number
+            assert all(select.select([pidfd], [], [], LIMIT)[0] for pidfd in pidfds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(parent.pid, signal.SIGKILL)
+            for pidfd in pidfds:
+                os.close(pidfd)
 
 
 @pytest.mark.parametrize(("option", "word"), [("--ops", "all_reduced"), ("--dtypes", "float31")])
