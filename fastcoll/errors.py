@@ -147,6 +147,23 @@ class AbortedError(GroupError):
     """The group was aborted, interrupted or destroyed during the call."""
 
 
+def follows(error: BaseException | None) -> bool:
+    """Return whether an error is the consequence of another rank's failure.
+
+    It is if the error is a GroupError, or has one as a cause, as a context, or as a member of an ExceptionGroup.
+    """
+    pending, seen = [error], set[int]()
+    while pending:
+        one = pending.pop()
+        if isinstance(one, GroupError):
+            return True
+        if isinstance(one, BaseException) and id(one) not in seen:
+            seen.add(id(one))
+            members = getattr(one, "exceptions", ())  # Python 3.10 has no ExceptionGroup, but a package has
+            pending += [one.__cause__, one.__context__, *(members if isinstance(members, tuple) else ())]
+    return False
+
+
 def shorten(error: BaseException) -> None:
     """Remove this package's frames from the tracebacks of a FastcollError and of its causes.
 

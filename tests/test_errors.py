@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 import fastcoll as dist
-from fastcoll.errors import ArrayError, UsageError, rebuilt, reduced, shorten
+from fastcoll.errors import (
+    ArrayError,
+    GroupError,
+    PeerDiedError,
+    UsageError,
+    follows,
+    rebuilt,
+    reduced,
+    shorten,
+)
 
 SCRIPT = """
 import sys, threading
@@ -126,3 +135,41 @@ def test_debug_shows_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     assert frames() == ["frames"]
     monkeypatch.setenv("FASTCOLL_DEBUG", "1")
     assert frames() == ["frames", "reduce", "member_of", "_refuse"]
+
+
+def raised(error: Exception, inside: Exception, cause: Exception | None = None) -> Exception:
+    """Raise an error while another one is handled, and return it."""
+    try:
+        try:
+            raise inside
+        except Exception:
+            raise error from cause
+    except Exception as caught:
+        return caught
+
+
+def test_an_error_that_a_group_error_has_caused_follows() -> None:
+    gone = PeerDiedError("rank 1 is gone")
+    wrapped = raised(RuntimeError("the step failed"), gone, gone)
+    for error in (gone, GroupError("no"), wrapped, raised(KeyError(), gone), raised(KeyError(), wrapped)):
+        assert follows(error), error
+    for other in (None, ValueError("no data"), raised(ValueError(), UsageError("no"))):
+        assert not follows(other), other
+
+
+def test_a_circle_of_causes_ends() -> None:
+    first, second = ValueError(), ValueError()
+    first.__cause__, second.__cause__ = second, first
+    assert not follows(first)
+
+
+class Tasks(Exception):
+    """As ExceptionGroup, which Python 3.10 does not have."""
+
+    def __init__(self, *exceptions: object) -> None:
+        self.exceptions = exceptions
+
+
+def test_a_group_of_exceptions_follows_with_a_member() -> None:
+    assert follows(Tasks(Tasks(KeyError(), GroupError("rank 1 is gone"))))
+    assert not follows(Tasks(ValueError(), "GroupError"))

@@ -24,8 +24,10 @@ from .nodes import NodeShare
 from .outputs import Outputs
 
 _logger = logging.getLogger("fastcoll")
+# Members of an ExceptionGroup are indented by bars. Tracebacks may have colours (FORCE_COLOR).
 _FOLLOWED = re.compile(
-    r"^fastcoll\.errors\.(?:GroupError|PeerDiedError|CollectiveTimeoutError|AbortedError)\b", re.MULTILINE
+    r"^(?:[ |]|\x1b\[[\d;]*m)*fastcoll\.errors\.(?:GroupError|PeerDiedError|CollectiveTimeoutError|AbortedError)\b",
+    re.MULTILINE,
 )
 _READ_BYTES = 64 << 10
 _PIPE_BYTES = 1 << 20  # the largest size of a pipe (/proc/sys/fs/pipe-max-size)

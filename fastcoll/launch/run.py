@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from ..compiler.undisturbed import undisturbed
 from ..core.work import Timeout
-from ..errors import GroupError, UsageError
+from ..errors import UsageError, follows
 from ..metrics import in_launcher
 from .lifeline import GRACE_SECONDS
 from .nodes import NodeShare, free_port, python_main
@@ -160,15 +160,12 @@ def _cloudpickle() -> Any:
 
 
 class _Raised:
-    """An exception in a rank: its traceback, the exception if that can be pickled, and whether it is a GroupError.
-
-    A GroupError is the consequence of another rank's failure (`follows`).
-    """
+    """An exception in a rank: its traceback, the exception if that can be pickled, and whether it `follows`."""
 
     def __init__(self, error: Exception) -> None:
         trace = error.__traceback__ and error.__traceback__.tb_next  # without the frame of `main`
         self.text = "".join(traceback.format_exception(type(error), error, trace))
-        self.follows = isinstance(error, GroupError)
+        self.follows = follows(error)
         self._pickled = b""
         with contextlib.suppress(Exception):
             self._pickled = _cloudpickle().dumps(error)

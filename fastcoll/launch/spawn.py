@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from ..errors import FastcollError, GroupError, UsageError, shorten
+from ..errors import FastcollError, UsageError, follows, shorten
 from .lifeline import GRACE_SECONDS, describe_exit, die_with_parent
 from .supervisor import CAUSE_SECONDS
 
@@ -112,10 +112,10 @@ class SpawnContext:
         raise ProcessExitedError(first, process.pid or 0, process.exitcode or 0)
 
     def _rank_at_fault(self) -> int:
-        """Return the rank to name in the error: the lowest one whose failure is no GroupError, if there is one.
+        """Return the rank to name in the error: the lowest one whose failure follows from no other, if there is one.
 
-        A GroupError is the consequence of another rank's failure. If all failures so far are GroupErrors, wait for up
-        to 1 s for a failure of another kind. A rank that has raised but not exited yet counts as failed.
+        If all failures so far follow from that of another rank (`follows`), wait for up to 1 s for a failure of another
+        kind. A rank that has raised but not exited yet counts as failed.
         """
         end = time.monotonic() + CAUSE_SECONDS
         while True:
@@ -123,16 +123,16 @@ class SpawnContext:
             # The texts of processes that have exited are complete, because the codes were read first.
             texts = [self._text(rank) for rank in range(len(codes))]
             failed = [rank for rank, code in enumerate(codes) if code or texts[rank]]
-            first = min(failed, key=lambda rank: (texts[rank][:1] == b"G", rank))
+            first = min(failed, key=lambda rank: (texts[rank][:1] == b"F", rank))
             silent = [rank for rank, code in enumerate(codes) if code is None and not texts[rank]]
             left = end - time.monotonic()
-            if texts[first][:1] != b"G" or not silent or left <= 0:
+            if texts[first][:1] != b"F" or not silent or left <= 0:
                 return first
             ends: list[Any] = [self.processes[rank].sentinel for rank in silent]
             wait(ends + [self.errors[rank] for rank in silent if rank not in self._texts], left)
 
     def _text(self, rank: int) -> bytes:
-        """Return what `_child` has sent: b"G" for a GroupError or b"E" for another error, then the traceback.
+        """Return what `_child` has sent: b"F" for an error that `follows` or b"E" for another one, then the traceback.
 
         The result is empty if the rank has sent nothing yet, or has ended without sending.
         """
@@ -248,7 +248,7 @@ def _child(
     except KeyboardInterrupt:
         sys.exit(130)  # the parent gets Ctrl-C too, and reports it
     except Exception as error:
-        kind = b"G" if isinstance(error, GroupError) else b"E"
+        kind = b"F" if follows(error) else b"E"
         shorten(error)
         errors.send_bytes(kind + traceback.format_exc().encode(errors="replace")[-_TEXT_BYTES:])
         sys.exit(1)

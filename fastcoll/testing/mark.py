@@ -113,7 +113,7 @@ class RankResult:
     cause: str = (
         ""  # where the failure was raised, and its message; equal on ranks that failed in the same way
     )
-    secondary: bool = False  # whether another rank's failure caused this one (a GroupError); shown last
+    secondary: bool = False  # whether another rank's failure caused this one (`follows`); shown last
     output: str = ""  # the rank's output on stdout and stderr
 
     @property

@@ -158,7 +158,7 @@ class RankWorker:
         return found[0] if found else None
 
     def _result(self, task: Task) -> RankResult:
-        from ..errors import GroupError
+        from ..errors import follows
 
         failed = [report for report in self._reports if report.failed]
         expected = [report for report in self._reports if _is_expected(report)]
@@ -167,8 +167,7 @@ class RankWorker:
             text = "\n".join(map(_text, failed)) or "".join(traceback.format_exception(self._error))
             cause = _cause(failed[0].longrepr) if failed else text
             summary = f"{type(self._error).__name__}: {self._error}".partition("\n")[0]
-            secondary = isinstance(self._error, GroupError)
-            return RankResult(task.rank, "failed", summary, text, cause, secondary)
+            return RankResult(task.rank, "failed", summary, text, cause, follows(self._error))
         if expected:
             reason: Any = getattr(expected[0], "wasxfail", "")
             return RankResult(task.rank, "xfailed", reason.removeprefix("reason: "))

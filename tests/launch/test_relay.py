@@ -109,3 +109,9 @@ def test_only_the_failure_of_a_group_follows_from_another_ranks() -> None:
     for error in (ValueError("no data"), errors.UsageError("no"), RuntimeError(lines)):
         assert not follows(last_lines(error)), error
     assert not follows("")
+
+
+def test_failures_of_groups_are_found_in_exception_groups_and_colours() -> None:
+    assert follows("  | fastcoll.errors.PeerDiedError: rank 1 is gone\n  +----")
+    assert follows("    \x1b[35m| \x1b[1;35mfastcoll.errors.GroupError\x1b[0m: \x1b[35mno\x1b[0m")
+    assert not follows("  | ValueError: fastcoll.errors.GroupError")

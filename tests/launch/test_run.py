@@ -58,9 +58,12 @@ def test_ranks_have_the_options_of_the_interpreter(monkeypatch: pytest.MonkeyPat
 
 
 def fail(how: str) -> None:
-    """Fail on rank 1, which makes the others fail."""
+    """Fail on rank 1, which makes the others fail with errors of their own."""
     if dist.get_rank() != 1:
-        dist.barrier()
+        try:
+            dist.barrier()
+        except dist.GroupError as error:
+            raise RuntimeError("the step failed") from error
     elif how == "raise":
         raise ValueError("no data")
     elif how == "kill":

@@ -27,7 +27,7 @@ def fail(rank: int, how: str) -> None:
     if rank == 1 and how in ("raise", "follow"):
         raise ValueError("the cause")
     if rank == 0 and how == "follow":
-        raise GroupError("rank 1 failed")
+        raise RuntimeError("the step failed") from GroupError("rank 1 failed")
     if rank == 0 and how == "alone":
         raise GroupError("rank 1 did not come")
     if rank == 1 and how == "kill":
