@@ -126,6 +126,9 @@ class Generations:
         # keep their order from one generation to the next.
         self._seniority: dict[str, int] = {}
         self._done: set[str] = set()  # members whose ranks have succeeded
+        self._gone: dict[
+            str, tuple[int, str]
+        ] = {}  # those of them that have left, with the code and text of `left`
         self._pauses = Pauses()
         self._started = self.now
         self._not_before = self._end_by = self.now
@@ -171,7 +174,10 @@ class Generations:
     def left(self, key: str, code: int, text: str, now: float) -> None:
         """Handle the end of a launcher and its ranks, by a signal or unexpectedly."""
         is_member, was_ready = self._is_member(key), self._ready.pop(key, None) is not None
-        is_spare = self.phase is Phase.RUNNING and (not is_member or key in self._done)
+        if self.phase is Phase.RUNNING and key in self._done:
+            self._gone.setdefault(key, (code, text))
+            return
+        is_spare = self.phase is Phase.RUNNING and not is_member
         if self.phase is Phase.OVER or not (is_member or was_ready) or is_spare:
             return
         left = {node.key for node in self._present()} - {key}
@@ -225,7 +231,7 @@ class Generations:
         self.members = tuple(nodes[: self.rules.most])
         for node in self.members:
             del self._ready[node.key]
-        self._done, self._last_call, self._started = set(), math.inf, now
+        self._done, self._gone, self._last_call, self._started = set(), {}, math.inf, now
         self.generation += 1
         self.phase = Phase.RUNNING
         self._order(Start(self.generation, self.restarts, self.members))
@@ -233,6 +239,8 @@ class Generations:
     def _end(self, code: int, text: str, now: float) -> None:
         self.phase, self._end_by = Phase.ENDING, now + self.rules.end
         self._order(End(self.generation, code, text))
+        for key, (its_code, its_text) in self._gone.items():  # the next generation needs them
+            self.left(key, its_code, its_text, now)
 
     def _order(self, order: Order) -> None:
         self.orders.append(order)

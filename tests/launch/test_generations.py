@@ -96,6 +96,26 @@ SCRIPTS = {
         32 ready c
         33 left a 1
         34 done b 0 -> over 0:""",
+    "a launcher that left after its ranks succeeded is not waited for": """
+        0 ready abc -> start 0 of abc after 0 restarts
+        1 done ab 0
+        2 left a 143
+        2 left b 1
+        70 failed c 0 -> end 0 with 1: c failed
+        70 ready c -> start 1 of c after 1 restarts""",
+    "a launcher that left after its ranks succeeded, and that others need, ends the job at a failure": """
+        rules least=2 most=2
+        0 ready ab -> start 0 of ab after 0 restarts
+        1 done a 0
+        2 left a 143
+        70 failed b 0 -> end 0 with 1: b failed, over 143: a left""",
+    "a numbered node that left after its ranks succeeded ends the job at a failure": """
+        rules least=2 most=2 fixed=1
+        0 ready a 0
+        0 ready b 1 -> start 0 of ab after 0 restarts
+        1 done b 0
+        2 left b 1
+        3 failed a 0 -> end 0 with 1: a failed, over 1: b left""",
     "a lost launcher shrinks the generation, and too few wait": """
         rules least=2
         0 ready abc -> start 0 of abc after 0 restarts
