@@ -16,6 +16,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -56,7 +57,7 @@ def run(
         the results of `fn`, by rank.
 
     Raises:
-        UsageError: an argument is wrong, or cannot be pickled.
+        UsageError: an argument is wrong, or cannot be pickled, or a result cannot be loaded.
         ProcessRaisedError: `fn` raised in a rank; the message has the traceback, and `__cause__` is the exception. If
             several ranks failed, the error names the rank whose failure caused the others. The other ranks have been
             ended.
@@ -147,6 +148,10 @@ def _results(ranks: Sequence[RankProcess], outcomes: Sequence[int], first: int |
             failed = rank == first and not isinstance(outcome, _Raised)
             if failed or (outcome is None and process.returncode == 0):
                 raise ProcessExitedError(rank, process.pid, process.returncode)
+            if isinstance(outcome, _Unloadable) and process.returncode == 0:
+                raise UsageError(
+                    f"run: the result of rank {rank} can be pickled but not loaded: {outcome.error!r}"
+                ) from outcome.error
     return [outcome[0] for outcome in ends]
 
 
@@ -179,6 +184,13 @@ class _Raised:
         return None
 
 
+@dataclass(frozen=True)
+class _Unloadable:
+    """An outcome that is incomplete, or cannot be loaded because of this error."""
+
+    error: Exception
+
+
 def _writer(stream: TextIO | None) -> Callable[[bytes], None]:
     """Return a function that writes to the stream; None: the stream was closed when Python started."""
 
@@ -204,14 +216,14 @@ def _write(file: int, outcome: Any) -> None:
 
 
 def _read(file: int) -> Any:
-    """Return the outcome that a rank has written; None: it is missing or incomplete."""
+    """Return the outcome that a rank has written; None: it is missing."""
     if not os.fstat(file).st_size:
         return None
     with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data:
         try:
             return _cloudpickle().loads(data)
-        except Exception:
-            return None
+        except Exception as error:
+            return _Unloadable(error)
 
 
 def main(task: int, *outcomes: int) -> int:

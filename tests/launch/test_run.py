@@ -154,6 +154,17 @@ def test_the_standard_streams_of_the_caller_may_be_closed(tmp_path: Path) -> Non
     assert (tmp_path / "results").read_text() == "[7, 7]"
 
 
+class ParseError(Exception):
+    def __init__(self, line: int, column: int) -> None:
+        super().__init__(f"line {line}, column {column}")
+
+
+def test_a_result_that_can_be_pickled_but_not_loaded_is_an_error() -> None:
+    text = "the result of rank 0 can be pickled but not loaded: TypeError.*'column'"
+    with pytest.raises(dist.UsageError, match=text):
+        dist.run(lambda: [ParseError(3, 14)], 1)
+
+
 # As in a shell: functions of `__main__`, which has no file that a rank could import.
 SHELL = """
 import os, sys, time
