@@ -274,7 +274,7 @@ class Supervisor:
 
     def _watch(self) -> None:
         while self._running or self._failed:
-            for key, _ in self._selector.select(self._tick):
+            for key, _ in self._selector.select(self._next()):
                 key.data()
             if not self._is_guest:
                 for pid in self._adopted():
@@ -293,6 +293,15 @@ class Supervisor:
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._signal_running(signal.SIGKILL)
                 self._kill_at = math.inf
+
+    def _next(self) -> float:
+        """Return the seconds until this supervisor must act even if no rank writes or ends; at most a tick."""
+        times = [self._name_at] if self._failed else []
+        if self._kill_at is None:
+            times += [start for start, *_ in self._joiners]
+        else:
+            times.append(self._kill_at)
+        return min([self._tick, *(max(0.0, at - time.monotonic()) for at in times)])
 
     def _name(self, rank: RankProcess) -> None:
         """Log and publish how the first rank failed, and end the others."""

@@ -117,7 +117,7 @@ def test_without_a_cause_the_failed_group_is_reported(launch: Launch) -> None:
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(launch: Launch) -> None:
     text = f"signal.signal(signal.SIGTERM, signal.SIG_IGN){MEET}if rank == 1: sys.exit(4)\ntime.sleep(1000)"
-    assert launch(text, *["-n2", "--grace=0.2", "script.py"]).returncode == 4
+    assert launch(text, *["-n2", "--grace=0.2", "--monitor_interval=1000", "script.py"]).returncode == 4
 
 
 def test_processes_that_outlive_their_rank_are_ended(launch: Launch) -> None:
