@@ -22,7 +22,7 @@ from ..errors import FastcollError
 from ..metrics import in_launcher
 from ..store import HashStore
 from .console import Console
-from .failures import NodeFailures
+from .failures import NodeFailures, not_run
 from .gathering import Gathering, agree, open_store
 from .generations import Node, Rules
 from .lifeline import reap_orphans
@@ -104,9 +104,16 @@ def _run_once(
             job = replace(job, elastic=nodes.address)
         restarts = options.max_restarts if goes_on else 0
         report = nodes.report if nodes and job.elastic else None
-        return supervise(
-            job, logs=logs, nodes=nodes, min_ranks=options.min_ranks, max_restarts=restarts, report=report
-        ).run()
+        try:
+            return supervise(
+                job, logs=logs, nodes=nodes, min_ranks=options.min_ranks, max_restarts=restarts, report=report
+            ).run()
+        except OSError as error:
+            failure = not_run(error)
+            console.say(failure.text)
+            if nodes:
+                nodes.publish(failure)
+            return failure.code
 
 
 def _run_generations(

@@ -65,6 +65,12 @@ def left(number: int) -> Failure:
     return Failure(128 + number, f"the launcher on host {os.uname().nodename} was ended: {how}", leaves=True)
 
 
+def not_run(error: OSError) -> Failure:
+    """Return the failure of a node whose ranks cannot be run: no memory for a process, or a log that cannot be made."""
+    about = f": {error.filename}" if error.filename else ""
+    return Failure(1, f"the ranks on {os.uname().nodename} cannot be run: {error.strerror or error}{about}")
+
+
 def _text(failure: Failure) -> str:
     return json.dumps(asdict(failure))
 

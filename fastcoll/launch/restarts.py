@@ -9,7 +9,6 @@ signals are handled by the supervisor while ranks run, and by `Restarts.run` bet
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .console import Console
-from .failures import Failure, left
+from .failures import Failure, left, not_run
 from .gathering import Gathering, secret_of
 from .generations import End, Over, RankRange, Start, range_of
 from .nodes import NodeShare
@@ -112,27 +111,27 @@ class Restarts:
             return 0
         self._waits = False
         self._last = order
-        logs = self._logs
-        if logs is not None and order.generation:
-            logs = logs / f"generation-{order.generation}"
-            logs.mkdir(exist_ok=True)
-        if order.generation:
-            if self._metrics is not None:
-                self._metrics.restarted()
-            self._say(
-                f"generation {order.generation} starts: {ranks.world_size} ranks on {len(order.members)} "
-                f"node{'s' * (len(order.members) > 1)}, {order.restarts} of "
-                f"{self._job.variables['TORCHELASTIC_MAX_RESTARTS']} restarts used"
-            )
         link = _Generation(self._gathering, order.generation)
         code, interrupted = 1, 0
         try:
+            logs = self._logs
+            if logs is not None and order.generation:
+                logs = logs / f"generation-{order.generation}"
+                logs.mkdir(exist_ok=True)
+            if order.generation:
+                if self._metrics is not None:
+                    self._metrics.restarted()
+                self._say(
+                    f"generation {order.generation} starts: {ranks.world_size} ranks on {len(order.members)} "
+                    f"node{'s' * (len(order.members) > 1)}, {order.restarts} of "
+                    f"{self._job.variables['TORCHELASTIC_MAX_RESTARTS']} restarts used"
+                )
             supervisor = self._supervise(self._share(order, ranks), logs=logs, nodes=link)
             code, interrupted = supervisor.run(), supervisor.interrupted
-        except OSError as error:  # no memory for a process, or no disk space for its log
-            text = f"the ranks on {os.uname().nodename} cannot be run: {error.strerror or error}"
-            self._say(text)
-            link.publish(Failure(1, text))
+        except OSError as error:
+            failure = not_run(error)
+            self._say(failure.text)
+            link.publish(failure)
         self._logged = link.logged
         if code == 0 and not link.has_failed:
             self._gathering.done(order.generation)

@@ -70,6 +70,14 @@ def test_logs_take_the_place_of_links_and_are_not_written_where_those_lead(launc
     assert Path("logs/rank-0.stdout").read_text() == "said\n"
 
 
+def test_a_log_that_cannot_be_made_is_named(launch: Launch) -> None:
+    Path("logs/rank-0.stdout").mkdir(parents=True)
+    done = launch("", "--log_dir", "logs", "script.py")
+    assert done.returncode == 1
+    why = f"the ranks on {os.uname().nodename} cannot be run: Is a directory: logs/rank-0.stdout"
+    assert done.stderr == f"fastcoll.launch: {why}\n"
+
+
 def test_modules_other_programs_and_plain_output(launch: Launch) -> None:
     assert launch("print(f'module {rank}')", "--no_prefix", "-m", "script").stdout == "module 0\n"
     assert launch("", "--no-python", "sh", "-c", "echo shell $RANK").stdout == "[0] shell 0\n"

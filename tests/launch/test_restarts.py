@@ -230,6 +230,14 @@ def test_ranks_that_the_system_cannot_start_count_as_failed(capfd: pytest.Captur
     assert capfd.readouterr().err.count("cannot be run: Resource temporarily unavailable") == 2
 
 
+def test_a_log_directory_that_is_gone_is_named(script: Script, start: Starter) -> None:
+    script("import shutil; shutil.rmtree('logs'); sys.exit(3)")
+    code, _, err = end(start("--max-restarts=1", "--log_dir=logs"))
+    assert code == 1
+    assert "cannot be run: No such file or directory: logs/generation-1\n" in err
+    assert "Traceback" not in err
+
+
 class Unconfirmed(HashStore):
     """A store that stores the first event but does not confirm it in time, so the event is sent again."""
 
