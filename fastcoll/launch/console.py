@@ -27,10 +27,10 @@ class Console:
     """Collects signals and writes output.
 
     In a `with` block, the console appends received signals to `signals`, and replaces `sys.stderr`, so that it also
-    writes text that other code prints there, such as warnings. If the reader or the terminal is gone, the console
-    appends SIGPIPE to `signals`. While there is a signal or failure to handle, a write waits for the reader for at most
-    one second. After that the console drops this output, and all later output until the reader reads again.
-    SIGCHLD is not ignored in the block.
+    writes text that other code prints there, such as warnings. If the reader or the terminal is gone, or a write fails
+    for another reason, such as a full disk, the console appends SIGPIPE to `signals`. While there is a signal or
+    failure to handle, a write waits for the reader for at most one second. After that the console drops this output,
+    and all later output until the reader reads again. SIGCHLD is not ignored in the block.
 
     Args:
         handled: the signals to collect.
@@ -43,6 +43,7 @@ class Console:
         self._handled = handled
         self.signals: list[int] = []
         self._still: set[int] = set()  # descriptors whose reader has stopped reading
+        self._is_full = False  # whether a write has failed for another reason than a reader that is gone
         self._leaving = contextlib.ExitStack()
 
     def __enter__(self) -> Console:
@@ -84,8 +85,10 @@ class Console:
             except BlockingIOError:  # another program has set the terminal to nonblocking
                 pass
             except OSError as error:
-                if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: the terminal is gone
-                    raise
+                is_gone = error.errno in (errno.EPIPE, errno.EIO)  # EIO: the terminal is gone
+                if not is_gone and not self._is_full:
+                    self._is_full = True  # before the next write, which may fail as well
+                    self.say(f"the output cannot be written: {error.strerror}")
                 if signal.SIGPIPE not in self.signals:
                     self.signals.append(signal.SIGPIPE)
                 return

@@ -250,6 +250,18 @@ def test_a_reader_that_goes_away_ends_the_job(script: Script, start: Starter) ->
     assert all(map(has_ended, pids))
 
 
+def test_a_full_disk_ends_the_job_with_its_grace(launch: Launch) -> None:
+    text = (
+        "def save(*_):\n    open('saved', 'w').close()\n    os._exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\nprint('lost')\ntime.sleep(1000)"
+    )
+    with open("/dev/full", "w") as full:
+        done = launch(text, f"--grace={LIMIT}", "script.py", stdout=full)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert done.stderr == "fastcoll.launch: the output cannot be written: No space left on device\n"
+    assert Path("saved").exists()
+
+
 SAVE = """
 def save(*_):
     print("this is written where nobody reads it")
