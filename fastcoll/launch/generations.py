@@ -126,9 +126,8 @@ class Generations:
         # keep their order from one generation to the next.
         self._seniority: dict[str, int] = {}
         self._done: set[str] = set()  # members whose ranks have succeeded
-        self._gone: dict[
-            str, tuple[int, str]
-        ] = {}  # those of them that have left, with the code and text of `left`
+        # Those of them that have left, with the code and text of `left`.
+        self._gone: dict[str, tuple[int, str]] = {}
         self._pauses = Pauses()
         self._started = self.now
         self._not_before = self._end_by = self.now
