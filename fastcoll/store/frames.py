@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from ..config import MOST_SECONDS
-from .table import MAX_ANSWER, MAX_KEY, SHAPES, Op, StoreRequest
+from .table import MAX_ANSWER, MAX_KEY, MAX_VALUE, SHAPES, Op, StoreRequest
 
 HEADER = struct.Struct("!BxHId")
 LENGTH = struct.Struct("!I")
-# Enough for one value of the largest size with its key and the lengths, or for a batch of smaller values.
-MAX_BODY = MAX_ANSWER + 2 * MAX_KEY
+# Enough for the two values of a COMPARE_SET with their key and the lengths, or for a batch of smaller values.
+MAX_BODY = MAX_ANSWER + MAX_VALUE + 2 * MAX_KEY
 # Op(number) takes ten times as long as a lookup in this dict.
 _OPERATIONS = {op.value: op for op in Op}
 
@@ -52,7 +52,9 @@ def encode_frame(code: int, fields: Sequence[bytes], keys: int = 0, timeout: flo
 
 def encode_request(request: StoreRequest) -> bytes:
     """Return a request as a frame: its keys, then its values."""
-    return encode_frame(request.op, request.keys + request.values, len(request.keys), request.timeout)
+    frame = encode_frame(request.op, request.keys + request.values, len(request.keys), request.timeout)
+    assert len(frame) <= HEADER.size + MAX_BODY, "no server, and no participant of a FileStore, would read it"
+    return frame
 
 
 def frame_length(header: bytes) -> int:

@@ -162,6 +162,14 @@ def test_compare_set_as_in_torch(full_store: Store) -> None:
     assert full_store.get("k") == b"second"
 
 
+def test_compare_set_takes_two_values_of_the_largest_size(full_store: Store) -> None:
+    key, old, new = "k" * (MAX_KEY - 100), b"1" * MAX_VALUE, b"2" * MAX_VALUE
+    full_store.set(key, old)
+    with full_store.clone() as other:
+        assert full_store.compare_set(key, old, new) == new
+        assert other.get(key) == new
+
+
 def test_append_delete_and_count(full_store: Store) -> None:
     full_store.append("log", "a")
     full_store.append("log", b"bc")
