@@ -1,7 +1,7 @@
 """How a process finds the other ranks of its job: by an init method, through MPI, or in a store that the user passes.
 
-A store may have served earlier jobs. A store that the user passes is divided into parts, one for each job. An init
-method may still lead to the store of the previous job; then the process waits until rank 0 has left that job.
+A store may have served earlier jobs. A store that the user passes is divided into numbered parts, one for each job. An
+init method may still lead to the store of the previous job; then the process waits until rank 0 has left that job.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import NamedTuple
 from ..core.group import ProcessGroup
 from ..errors import RendezvousError, StoreError, StoreTimeoutError, UsageError
 from ..rendezvous import has_handler, meet
-from ..rendezvous.join import registered
+from ..rendezvous.join import has_failed, registered
 from ..store import PrefixStore, Store, imported
 from ..store.store import Rendezvous
 from ..store.waiting import LateWarning
-from ..system.processes import dead_among, forget, this_process
+from ..system.processes import Member, dead_among, forget, this_process
 from .backends import BackendChoice
 from .lease import has_left, times_settled
+
+_CLOSE_SECONDS = 1.0  # timeout of a user's store for a leaving rank; short, because the server may be stopped
 
 
 class Found(NamedTuple):
@@ -76,22 +78,69 @@ def _found(meeting: Rendezvous, place: str = "fastcoll") -> Found:
     return Found(PrefixStore(place, meeting.store), meeting.rank, meeting.world_size, meeting.close)
 
 
-def _use(store: Store, rank: int, world_size: int, group_name: str, root: str = "fastcoll") -> Found:
-    """Return the part of a user's store for one job, because each use of a store is a new job.
+def _use(
+    store: Store,
+    rank: int,
+    world_size: int,
+    group_name: str,
+    root: str = "fastcoll",
+    close_store: Callable[[float], None] = lambda _: None,
+) -> Found:
+    """Return the part of a user's store for the next job, because each use of a store is a new job.
 
-    The number of earlier uses is kept in the store, because a process may open the store anew each time. Each process
-    counts its own uses. So if two processes claim the same rank, the counts of both are equal. Then they meet in one
-    job, whose ranks get an error.
+    All ranks use the part with the same number, which is in the store. The number moves on when the first rank leaves
+    the job, also after a failed start, or when a process finds that the job is over (`_is_over`).
+
+        job             how many jobs are over: the number of the current job
+        <number>/over   a counter: the process that raises it to 1 moves the number on
+        <number>/...    the keys of the job with this number
     """
-    me = this_process()
-    use = store.add(f"{root}/{group_name}/use/{rank}/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
-    place = f"{root}/{group_name}/{use}"
+    ours = PrefixStore(f"{root}/{group_name}", store)
 
-    def close(_: float) -> None:
-        with suppress(StoreError):
-            store.retire(f"{place}/", world_size)
+    def current() -> int:
+        return int(ours.peek(["job"])[0] or 0)
 
-    return Found(PrefixStore(place, store), rank, world_size, close)
+    def move_on() -> None:
+        if ours.add(f"{number}/over", 1) == 1:
+            ours.add("job", 1)
+
+    number = current()
+    while True:
+        job = PrefixStore(str(number), ours)
+        if _is_over(job, rank):
+            move_on()
+            number += 1
+        elif (
+            latest := current()
+        ) > number:  # its ranks may have deleted the keys before `_is_over` read them
+            number = latest
+        else:
+            break
+
+    def close(linger: float) -> None:
+        before = store.timeout  # restored below, because the store is the user's
+        store.set_timeout(min(before.total_seconds(), _CLOSE_SECONDS))
+        try:
+            with suppress(StoreError):  # the store is gone, closed or out of reach
+                move_on()
+                ours.retire(f"{number}/", world_size)
+        finally:
+            store.set_timeout(before)
+            close_store(linger)
+
+    return Found(job, rank, world_size, close)
+
+
+def _is_over(job: Store, rank: int) -> bool:
+    """Return whether a process must not join this job of a user's store as `rank`, but the next one. Never blocks.
+
+    UsageError: the job has started, and its `rank` is another process that is alive.
+    """
+    if job.check(["over"]) or has_failed(job):
+        return True
+    _check_over(job, rank, "in this store", "group_name or PrefixStore")
+    owner = registered(job, rank)
+    return owner is not None and _is_gone(job, owner, rank)
 
 
 def find_others(
@@ -108,12 +157,11 @@ def find_others(
         meeting = meet(init_method, rank, world_size, left, group_name)
         try:
             if handled:
-                found = _use(meeting.store, meeting.rank, meeting.world_size, group_name, place)
-                return found._replace(close=meeting.close)
+                return _use(meeting.store, meeting.rank, meeting.world_size, group_name, place, meeting.close)
             found = _found(meeting, place)
             if not times_settled(found.store, found.rank):
                 return found
-            _check_over(found.store, found.rank, init_method)
+            _check_over(found.store, found.rank, f"at {init_method}")
         except BaseException as error:
             meeting.close()
             # StoreTimeoutError: the server is stopped or out of reach, so raise. Any other StoreError: the server is
@@ -131,15 +179,24 @@ def find_others(
         time.sleep(0.02)
 
 
-def _check_over(store: Store, rank: int, init_method: str) -> None:
-    """Raise if another process has joined this job as `rank`, and has neither left it nor died."""
+def _check_over(store: Store, rank: int, where: str, what: str = "address, port or file") -> None:
+    """Raise if this job has started, and another process has joined it as `rank` and has neither left it nor died.
+
+    `where` is where the job has met; the error says that each job needs its own `what`.
+    """
     owner, me = registered(store, rank), this_process()
-    if owner is None or owner.is_process(me) or has_left(store, rank):
+    if owner is None or not times_settled(store, rank) or _is_gone(store, owner, rank):
         return
+    raise UsageError(
+        f"rank {rank} is claimed by two processes, {owner.where}, whose job {where} has started, and {me.where}; give "
+        f"each process its own rank, and each job its own {what}"
+    )
+
+
+def _is_gone(store: Store, owner: Member, rank: int) -> bool:
+    """Return whether `owner`, which has joined a job as `rank`, is this process, has left the job, or has died."""
+    if owner.is_process(this_process()) or has_left(store, rank):
+        return True
     died = dead_among([owner])
     forget([owner])
-    if not died:
-        raise UsageError(
-            f"rank {rank} is claimed by two processes, {owner.where}, whose job at {init_method} has started, and "
-            f"{me.where}; give each process its own rank, and each job its own address, port or file"
-        )
+    return bool(died)

@@ -26,8 +26,8 @@ from typing import ClassVar
 from ..errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
 from ..store.store import StalledError, Store, listed
 from ..store.waiting import fetch_for
-from ..system.processes import Member, ProcessId, forget, this_process
-from .assemble import MOVED, Ending, Meeting, compact, expand, member_key, pack, unpack
+from ..system.processes import Member, ProcessId, dead_among, forget, this_process
+from .assemble import FAILED, MOVED, Ending, Meeting, compact, expand, member_key, pack, unpack
 
 logger = logging.getLogger("fastcoll")
 
@@ -76,6 +76,20 @@ def registered(store: Store, rank: int) -> Member | None:
     """Return the process that has registered as `rank` by `join` in this store, or None. Never blocks."""
     value = store.peek([member_key(_JOIN, rank)])[0]
     return None if value is None else Member.from_bytes(value)
+
+
+def has_failed(store: Store) -> bool:
+    """Return whether a `join` in this store has failed, or will fail because its first process has died.
+
+    Never blocks.
+    """
+    end, first = store.peek([f"{_JOIN}/end", f"{_JOIN}/terms"])
+    if end is not None or first is None:
+        return end is not None and end[:1] == FAILED
+    process = Member.from_bytes(first)
+    died = dead_among([process])
+    forget([process])
+    return bool(died)
 
 
 def check_rank(rank: int, world_size: int) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from faults.crew import nothing_left
 from programs import DIES_WITH_A_SEGMENT, python, python_ranks
+from rendezvous.observed import FourOperations
 
 import fastcoll as dist
 from fastcoll import config
@@ -37,9 +38,11 @@ from fastcoll.errors import (
     UsageError,
 )
 from fastcoll.job.backends import make_group, parse_backend
+from fastcoll.job.discovery import Found, finder
 from fastcoll.job.lease import StoreLease
 from fastcoll.launch.nodes import free_port
 from fastcoll.net.mpi import library as mpi_library
+from fastcoll.rendezvous.join import join
 from fastcoll.store import Rendezvous
 from fastcoll.system.processes import Member, status_of
 
@@ -335,6 +338,75 @@ def test_a_rank_waits_for_a_job_that_its_predecessor_has_left(
     with pytest.raises(RendezvousError, match="rank 1 has started before"):
         dist.init_process_group(init_method="tcp://x:1", rank=1, world_size=2, timeout=60)
     assert len(re.findall(r"starting at tcp://x:1: has waited \S+ s for rank 0 to leave", caplog.text)) == 1
+
+
+def parts(store: dist.Store, *ranks: int) -> list[Found]:
+    """Return the part of a user's store that each of these ranks of a job of two uses, one after the other."""
+    return [finder(None, store, rank, 2, 60.0, "", parse_backend(None))() for rank in ranks]
+
+
+@pytest.fixture(params=[dist.HashStore, FourOperations])
+def users_store(request: pytest.FixtureRequest) -> dist.Store:
+    return request.param()
+
+
+def test_a_rank_that_comes_again_goes_to_the_next_job_in_a_store(users_store: dist.Store) -> None:
+    first = parts(users_store, 0, 1)
+    assert [found.store.prefix for found in first] == ["0", "0"]
+    first[0].close(0.0)
+    second = parts(users_store, 1, 0)  # rank 1 is a new process, and its predecessor has not left yet
+    first[1].close(0.0)
+    third = parts(users_store, 1)
+    assert [found.store.prefix for found in second + third] == ["1"] * 3
+    for found in second:
+        found.close(0.0)
+    if isinstance(users_store, dist.HashStore):
+        assert users_store.list_keys() == ["fastcoll//job"]
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_the_job_of_a_killed_process_in_a_store_is_over(
+    users_store: dist.Store, other: Member, is_first: bool
+) -> None:
+    """The new process has the rank of the killed one, or the killed one was the first that joined."""
+    dead = dataclasses.replace(other, start_time=other.start_time - 1)  # its pid is another process's now
+    (found,) = parts(users_store, 0)
+    found.store.set("join/terms", (dead if is_first else other).to_bytes())
+    found.store.set("join/member/1", dead.to_bytes())
+    assert [found.store.prefix for found in parts(users_store, 0 if is_first else 1, 1, 0)] == ["1"] * 3
+
+
+def test_a_failed_meeting_in_a_store_is_over(users_store: dist.Store) -> None:
+    (found,) = parts(users_store, 0)
+    with pytest.raises(StoreTimeoutError):
+        join(found.store, 0, 2, "tcp", 0.0)
+    assert [found.store.prefix for found in parts(users_store, 1, 0)] == ["1"] * 2
+
+
+def test_a_second_process_with_a_rank_of_a_running_job_in_a_store_is_refused(
+    users_store: dist.Store, other: Member
+) -> None:
+    (found,) = parts(users_store, 1)
+    found.store.set("join/member/1", other.to_bytes())
+    assert parts(users_store, 1)[0].store.prefix == "0"  # all ranks meet there, and all get the error
+    found.store.add("settled/1", 1)
+    said = rf"rank 1 is claimed by two processes, {other.where}, whose job in this store has started, and pid"
+    with pytest.raises(UsageError, match=said):
+        parts(users_store, 1)
+    assert parts(users_store, 0)[0].store.prefix == "0"
+
+
+@pytest.mark.ranks(3, init=False)
+def test_a_new_process_meets_the_ranks_that_stay_in_a_store(rank: int, tmp_path: Path) -> None:
+    with dist.FileStore(tmp_path / "store", 3) as store:
+        for job in range(2):
+            if rank != 2 - job:
+                store.wait([] if job == 0 else ["the first has ended"])
+                dist.init_process_group(store=store, rank=min(rank, 1), world_size=2, timeout=60)
+                assert total() == 2
+                dist.destroy_process_group()
+                store.set("the first has ended", b"")
+        store.barrier("done", 3)
 
 
 LATE = """
