@@ -27,7 +27,7 @@ from ..errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
 from ..store.store import StalledError, Store, listed
 from ..store.waiting import fetch_for
 from ..system.processes import Member, ProcessId, dead_among, forget, this_process
-from .assemble import FAILED, MOVED, Ending, Meeting, compact, expand, member_key, pack, unpack
+from .assemble import FAILED, MET, MOVED, Ending, Meeting, compact, expand, member_key, pack, unpack
 
 logger = logging.getLogger("fastcoll")
 
@@ -179,11 +179,12 @@ def _claimed_twice(rank: int, one: str, other: str, instead: str = "") -> UsageE
 
 
 class FullError(UsageError):
-    """Other processes, `arrivals`, had taken all places before this process came."""
+    """Other processes, `arrivals`, had taken all places before the process `me` came."""
 
-    def __init__(self, arrivals: Sequence[Arrival]) -> None:
-        names = ", ".join(arrival.where for arrival in arrivals)
-        super().__init__(f"all {len(arrivals)} places were taken, by {names}")
+    def __init__(self, arrivals: Sequence[Arrival], me: Arrival) -> None:
+        names, first = ", ".join(arrival.where for arrival in arrivals), arrivals[0]
+        differ = f"; {_disagreement(first, me)}" if first.world_size != me.world_size else ""
+        super().__init__(f"all {len(arrivals)} places were taken, by {names}{differ}")
         self.arrivals = list(arrivals)
 
 
@@ -204,10 +205,14 @@ class Arrival(ProcessId):
     def check_same_world(self, mine: Arrival) -> None:
         """Raise UsageError if this process has another world size than `mine`."""
         if self.world_size != mine.world_size:
-            raise UsageError(
-                f"the processes disagree about the world size: {self.where} has {self.world_size}, "
-                f"{mine.where} has {mine.world_size}; start all with the same"
-            )
+            raise UsageError(f"{_disagreement(self, mine)}; start all with the same")
+
+
+def _disagreement(one: Arrival, other: Arrival) -> str:
+    return (
+        f"the processes disagree about the world size: {one.where} has {one.world_size}, {other.where} has "
+        f"{other.world_size}"
+    )
 
 
 def assign(arrivals: Sequence[Arrival]) -> list[int]:
@@ -230,19 +235,26 @@ def arrive(
     """Join the meeting in `store`, and return this process's rank. `between`, `began`: as for Meeting.
 
     Raises:
-        FullError: other processes have taken all places.
+        FullError: other processes have taken all places. Their world may have another size.
         MovedError: the meeting was cancelled.
         UsageError: two processes request one rank, or world sizes differ; the message names both processes.
         PeerDiedError, StoreTimeoutError, StoreError: as for `assemble`.
     """
     me = Arrival(-1 if rank is None else rank, world_size, **vars(this_process()))
     place = store.add("arrivals/count", 1) - 1
+    end, first = store.peek([f"{_ARRIVALS}/end", member_key(_ARRIVALS, 0)])
+    if (
+        place and end is not None and end[:1] == MET and first is not None
+    ):  # the world met without this process
+        size = min(place, Arrival.from_bytes(first).world_size)
+        values = store.multi_get([member_key(_ARRIVALS, other) for other in range(size)])
+        raise FullError([Arrival.from_bytes(value) for value in values], me)
     if place >= world_size:
         values = store.multi_get([member_key(_ARRIVALS, other) for other in range(world_size)])
         others = [Arrival.from_bytes(value) for value in values]
         for other in others:
             other.check_same_world(me)
-        raise FullError(others)
+        raise FullError(others, me)
     with _Arriving(store, me, place, timeout, between, began) as arriving:
         published = arriving.gather(
             me.to_bytes(), lambda all_: compact(assign(list(map(Arrival.from_bytes, all_))))

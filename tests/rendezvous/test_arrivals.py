@@ -44,7 +44,8 @@ def test_a_mismatch_is_raised_on_all(
 
 def test_a_smaller_world_does_not_count_a_member_of_a_larger_one(store: HashStore, in_threads) -> None:
     assert sorted(in_threads(*[partial(arrive, store, None, 2, LIMIT)] * 2)) == [0, 1]
-    with pytest.raises(UsageError, match="disagree about the world size"):
+    text = f"all 2 places were taken, .*; the processes disagree about the world size: {HERE} has 2, {HERE} has 3"
+    with pytest.raises(FullError, match=text):
         arrive(store, None, 3, LIMIT)
 
 

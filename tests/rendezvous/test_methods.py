@@ -308,24 +308,26 @@ def test_a_rank_killed_while_meeting_is_named(tmp_path: Path, processes) -> None
     assert not path.exists()
 
 
-def test_a_file_that_another_world_fills(tmp_path: Path, in_threads) -> None:
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 1)])
+def test_a_file_that_another_world_fills(tmp_path: Path, in_threads, before: int, after: int) -> None:
     url = f"file://{tmp_path}/meet"
-    first = meet(url, -1, 1, 5)
-    text = rf"belongs to another world, .*pid {os.getpid()} on \S+; choose another path"
+    first = in_threads(*[partial(meet, url, -1, before, LIMIT)] * before)
+    text = rf"belongs to another world, .*pid {os.getpid()} on \S+{'; .* world size: .*' * (before != after)}; choose"
     with pytest.raises(UsageError, match=text):
-        meet(url, -1, 1, 0.3)
+        meet(url, -1, after, 0.3)
 
     def close_soon() -> None:
-        first.store.get("go")
-        first.close()
+        first[0].store.get("go")
+        for each in first:
+            each.close()
 
     def meet_again() -> int:
-        first.store.set("go", "")
-        second = meet(url, -1, 1, LIMIT)
+        first[0].store.set("go", "")
+        second = meet(url, -1, after, LIMIT)
         second.close()
         return second.rank
 
-    assert in_threads(close_soon, meet_again)[1] == 0
+    assert sorted(in_threads(*[meet_again] * after, close_soon)[:after]) == list(range(after))
     assert not list(tmp_path.iterdir())
 
 
