@@ -18,7 +18,18 @@ from typing import Any, TypeVar
 
 from ..core.operands import whole
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
-from ..system.address import CURE, PORTLESS_SECONDS, name_of, place_of, portless, probe, resolve, shown
+from ..system.address import (
+    CURE,
+    PORTLESS_SECONDS,
+    UNREACHABLE,
+    SockAddr,
+    name_of,
+    place_of,
+    portless,
+    probe,
+    resolve,
+    shown,
+)
 from . import frames
 from .encryption import encrypt, encrypts
 from .opening import (
@@ -480,35 +491,45 @@ def _why(error: OSError, host: str) -> str:
 
 
 def _connected(host: str, port: int, deadline: float, look: Callable[[str], None]) -> socket.socket:
-    """Open a TCP connection. While there is no answer, call `look` every 0.25 s, with a likely reason."""
+    """Open a TCP connection to one of the host's addresses. While there is no answer, call `look` every 0.25 s."""
     reason: OSError | None = None
     for family, address in resolve(_REACHABLE.get(host, host), port):
-        candidate = socket.socket(family, socket.SOCK_STREAM)
         try:
-            candidate.setblocking(False)
-            end = time.monotonic() + min(max(deadline - time.monotonic(), 0.05), _TRY_SECONDS)
-            status = candidate.connect_ex(address)
-            while status == errno.EINPROGRESS and time.monotonic() < end:
-                if _is_decided(candidate, min(end, time.monotonic() + _LOOK_SECONDS)):
-                    status = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                else:
-                    look("no answer; a firewall may drop the packets")
-            # A socket that connects to a loopback port without a listener can become connected to itself.
-            if status == 0 and candidate.getsockname() == candidate.getpeername():
-                status = errno.ECONNREFUSED
-            if status:
-                status = errno.ETIMEDOUT if status == errno.EINPROGRESS else status
-                raise OSError(status, os.strerror(status))
-            probe(candidate, _PROBE_AFTER_SECONDS)
-            candidate.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_MILLISECONDS)
-            return candidate
-        except BaseException as error:
-            candidate.close()
-            if not isinstance(error, OSError):
-                raise
-            reason = error
+            return _connected_to(family, address, deadline, look)
+        except OSError as error:
+            # localhost may have an address of IPv6 on a machine without IPv6. The other address tells more.
+            if reason is None or error.errno not in UNREACHABLE:
+                reason = error
     assert reason is not None, "a resolved name has an address"
     raise reason
+
+
+def _connected_to(
+    family: socket.AddressFamily, address: SockAddr, deadline: float, look: Callable[[str], None]
+) -> socket.socket:
+    """Open a TCP connection. While there is no answer, call `look` every 0.25 s, with a likely reason."""
+    candidate = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        candidate.setblocking(False)
+        end = time.monotonic() + min(max(deadline - time.monotonic(), 0.05), _TRY_SECONDS)
+        status = candidate.connect_ex(address)
+        while status == errno.EINPROGRESS and time.monotonic() < end:
+            if _is_decided(candidate, min(end, time.monotonic() + _LOOK_SECONDS)):
+                status = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            else:
+                look("no answer; a firewall may drop the packets")
+        # A socket that connects to a loopback port without a listener can become connected to itself.
+        if status == 0 and candidate.getsockname() == candidate.getpeername():
+            status = errno.ECONNREFUSED
+        if status:
+            status = errno.ETIMEDOUT if status == errno.EINPROGRESS else status
+            raise OSError(status, os.strerror(status))
+        probe(candidate, _PROBE_AFTER_SECONDS)
+        candidate.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_MILLISECONDS)
+        return candidate
+    except BaseException:
+        candidate.close()
+        raise
 
 
 def _is_decided(candidate: socket.socket, end: float) -> bool:

@@ -10,7 +10,7 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from ..errors import ResourceError, UsageError
 from .processes import network_here
@@ -22,6 +22,8 @@ logger = logging.getLogger("fastcoll")
 _BACKLOG = 1 << 16
 _TCP_LISTEN = "0A"  # TCP_LISTEN of the kernel's tcp_states.h
 NAME_SIZE, PLACE_SIZE = 16, 20  # bytes of the digests that `name_of` and `place_of` return
+# Errors for an address whose family or network this machine lacks; another address of the same name may work.
+UNREACHABLE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENETUNREACH)
 SockAddr = tuple[str, int] | tuple[str, int, int, int]
 # Targets for "connecting" a datagram socket, which shows the local address that faces the network. Nothing is sent, and
 # these blocks are reserved for documentation (RFC 5737, RFC 3849).
@@ -59,27 +61,28 @@ def listen(host: str, port: int) -> socket.socket:
         raise UsageError(f"the store's host {host!r} has no address here ({error})") from error
     refused: OSError | None = None
     for family, address in choices:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(_BACKLOG)
-            listener.setblocking(False)
-            return listener
-        except OSError as error:
-            listener.close()
-            if error.errno == errno.EADDRINUSE and port == 0:
-                raise no_port(f"the store cannot listen on {host}") from error
-            if error.errno == errno.EADDRINUSE:
-                holder = port_holder(port) or "a process that cannot be seen from here"
-                raise ResourceError(
-                    f"the store cannot listen on {where}: the port is in use by {holder}; end that process or "
-                    "choose another port (MASTER_PORT, or the port of the init_method)"
-                ) from error
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise ResourceError(f"the store cannot listen on {where}: {error.strerror}") from error
-            # The name may have several addresses, of which this machine has only a later one; clients try them all.
-            refused = error
+        with ExitStack() as undo:
+            try:
+                listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+                listener.listen(_BACKLOG)
+                listener.setblocking(False)
+                undo.pop_all()
+                return listener
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE and port == 0:
+                    raise no_port(f"the store cannot listen on {host}") from error
+                if error.errno == errno.EADDRINUSE:
+                    holder = port_holder(port) or "a process that cannot be seen from here"
+                    raise ResourceError(
+                        f"the store cannot listen on {where}: the port is in use by {holder}; end that process or "
+                        "choose another port (MASTER_PORT, or the port of the init_method)"
+                    ) from error
+                if error.errno not in UNREACHABLE:
+                    raise ResourceError(f"the store cannot listen on {where}: {error.strerror}") from error
+                # The name may have several addresses, of which this machine has only a later one; clients try them all.
+                refused = error
     raise UsageError(
         f"the store cannot listen on {where}: that is no address of this machine ({socket.gethostname()}), where "
         "rank 0 runs; give an address of the machine of rank 0"

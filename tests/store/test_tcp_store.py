@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import pytest
 from net.dialing import is_dropped, proof_of, receive
-from rendezvous.observed import until
+from rendezvous.observed import LIMIT, until
 
 from fastcoll import config
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
@@ -96,6 +96,21 @@ def test_a_name_may_also_have_addresses_of_other_machines(monkeypatch: pytest.Mo
     monkeypatch.setattr("fastcoll.system.address.resolve", lambda host, port: here)
     with listen("several.example", 0) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_name_may_also_have_addresses_of_a_family_without_support(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like a localhost that is also ::1, on a machine without IPv6."""
+    port = free_port()
+    there = [(socket.AF_INET, ("127.0.0.1", port)), (socket.AF_ASH, ("::1", port, 0, 0))]
+    monkeypatch.setattr(tcp_store, "resolve", lambda host, port: there)
+    monkeypatch.setattr("fastcoll.system.address.resolve", lambda host, port: there[::-1])
+    with pytest.raises(tcp_store.LostError, match=r"localhost:\d+ \(rank 0\) is gone \(Connection refused\)"):
+        tcp_store.connect("localhost", port, b"", LIMIT, was_there=True)
+    with listen("localhost", port) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    del there[0]
+    with pytest.raises(UsageError, match="no address of this machine"):
+        listen("localhost", port)
 
 
 @pytest.mark.parametrize(
