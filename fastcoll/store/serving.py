@@ -28,6 +28,7 @@ _MOST_HOSTS = 256  # hosts whose dropped connections are remembered
 _LISTED = 4  # hosts that an error text names
 _PAUSE_SECONDS = 0.2  # how long no connection is accepted after the system ran out of a resource
 _MOST_SECONDS_ASLEEP = 3600.0  # epoll takes at most 2**31 - 1 ms; deadlines may be years away
+_END_SECONDS = 10.0  # how long `close` waits for the thread beyond `linger`
 _OUT_OF_SOMETHING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -104,7 +105,9 @@ class SocketServer(ABC):
         with contextlib.suppress(OSError):  # the thread may have ended already
             self._wake_write.send(b"x")
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            # A garbage collection may call this in a thread that holds a lock that the server's thread needs, such as
+            # that of a log handler. So the wait is bounded.
+            self._thread.join(linger + _END_SECONDS)
         self._wake_write.close()
 
     def close_descriptors(self) -> None:
@@ -164,14 +167,14 @@ class SocketServer(ABC):
 
 T = TypeVar("T", bound=SocketServer)
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a garbage collection inside it may release a server
 _users: dict[SocketServer, int] = {}
 
 
 def acquire(key: Hashable, make: Callable[[], T]) -> T:
     """Return this process's server with that key, or a new one; its last `release` closes it."""
     with _lock:
-        found: Any = next((each for each in _users if key is not None and each.key == key), None)
+        found: Any = next((each for each in list(_users) if key is not None and each.key == key), None)
         server: T = found or make()
         _users[server] = _users.get(server, 0) + 1
         return server
@@ -198,7 +201,7 @@ def release(server: SocketServer, linger: float = 0.0) -> None:
 def _drop_inherited() -> None:
     """In a child of fork: replace the lock, which may be held, and close the copies of all sockets."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     for server in _users:
         server.close_inherited()
     _users.clear()

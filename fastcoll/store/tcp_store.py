@@ -11,6 +11,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -80,7 +81,7 @@ class TCPStore(TableStore):
         host_name: name or address of the master's machine; the server listens on this address only.
         port: the server's port; 0 (only for the master): a free port.
         world_size: the number of processes that open the store, including the master; None: any number.
-        is_master: serve the store in this process.
+        is_master: serve the store in this process, until this object is closed or dropped.
         timeout: the time limit of blocking operations, and of connecting.
         wait_for_workers: whether the master waits here until `world_size` processes have opened the store.
         multi_tenant: whether masters in this process with the same host and port share one server.
@@ -137,6 +138,8 @@ class TCPStore(TableStore):
             grace = limit_of(self)
             make = partial(TCPServer, host_name, port, self._secret, grace, multi_tenant, master_listen_fd)
             self._server = acquire((host_name, port) if multi_tenant else None, make)
+            self._finalizer = weakref.finalize(self, _let_go, self._server, self._pid)
+            self._finalizer.atexit = False  # the server's thread ends with the process
         self.host = host_name
         self.port = port if self._server is None else self._server.port
         try:
@@ -173,7 +176,7 @@ class TCPStore(TableStore):
         for connection in idle:
             connection.close()
         server, self._server = self._server, None
-        if server is not None:
+        if server is not None and self._finalizer.detach():
             release(server, linger)
 
     def leave(self, linger: float) -> None:
@@ -253,6 +256,11 @@ class TCPStore(TableStore):
             connection.close()
             raise LostError(shown(self.host, self.port))
         return connection
+
+
+def _let_go(server: TCPServer, pid: int) -> None:
+    if pid == os.getpid():  # a forked child must not stop its parent's server
+        release(server)
 
 
 def client_of(variable: str, address: str, timeout: float) -> TCPStore:

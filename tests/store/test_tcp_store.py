@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -77,6 +78,27 @@ def test_the_server_listens_on_its_host_only(name: str, bound: str) -> None:
     with TCPStore(name, 0, is_master=True) as store, TCPStore(name, store.port) as client:
         assert (client.host, client.add("n", 1), store.add("n", 1)) == (name, 1, 2)
         assert store._server._sockets[0].getsockname()[0] == bound
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <socket.socket")  # its connection was not closed
+def test_a_dropped_master_stops_serving() -> None:
+    """In its own process; a child of fork that drops its copy does not stop the server."""
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    port = store.port
+    with TCPStore("127.0.0.1", port) as client:
+        child = os.fork()
+        if child == 0:
+            del store
+            gc.collect()
+            os._exit(0)
+        os.waitpid(child, 0)
+        client.set("k", "v")
+        del store
+        gc.collect()
+        with pytest.raises(StoreError, match="is gone"):
+            client.get("k")
+    with TCPStore("127.0.0.1", port, is_master=True):
+        pass
 
 
 def test_a_port_in_use_names_its_holder(processes) -> None:
