@@ -33,7 +33,7 @@ MAX_TOTAL = 1 << 30  # bytes of keys and values in one table
 MAX_ANSWER = MAX_VALUE + (64 << 10)
 _SET = b"="  # precedes each value in the answer to PEEK; a key that is not set has an empty field
 # A queue is stored as the value of one key: for each item _MARK, the item's length and its bytes. So a push is an
-# APPEND.
+# APPEND. A value that begins with _MARK is a queue, and APPEND refuses to join a queue and another value.
 _ITEM = struct.Struct("!4sI")
 _MARK = b"\0ITM"
 _DONE = b"\0done"  # the key `prefix + _DONE` counts the RETIRE requests for this prefix
@@ -127,8 +127,8 @@ class Table:
 
         Raises:
             StoreError: a limit would be exceeded, or a value is not what the operation needs (an integer for ADD, a
-                queue for POP). The key that failed keeps its value; in a SET of several keys the keys before it are
-                set.
+                queue for POP and for the APPEND of an item, no queue for another APPEND). The key that failed keeps its
+                value; in a SET of several keys the keys before it are set.
         """
         data = self._data
         key = request.keys[0] if request.keys else b""
@@ -161,7 +161,14 @@ class Table:
                     return [desired]
                 return [value if old is None else old]
             case Op.APPEND:
-                self.put(key, data.get(key, b"") + value)
+                old = data.get(key)
+                if old is not None and old.startswith(_MARK) != value.startswith(_MARK):
+                    if value.startswith(_MARK):
+                        raise _not_a_queue(key, old)
+                    raise StoreError(
+                        f"{shown(key)} is a queue; add to it with queue_push, or use another key"
+                    )
+                self.put(key, (old or b"") + value)
                 return []
             case Op.RETIRE:
                 return [b"1" if self._retire(key, _whole_number(value, key)) else b"0"]
@@ -220,9 +227,13 @@ def _items(queue: bytes, key: bytes) -> Iterator[tuple[int, int]]:
         mark, length = _ITEM.unpack_from(queue, start) if len(queue) - start >= _ITEM.size else (b"", 0)
         end = start + _ITEM.size + length
         if mark != _MARK or end > len(queue):
-            raise StoreError(f"{shown(key)} holds {queue[:40]!r}, which is not a queue")
+            raise _not_a_queue(key, queue)
         yield start, end
         start = end
+
+
+def _not_a_queue(key: bytes, value: bytes) -> StoreError:
+    return StoreError(f"{shown(key)} holds {value[:40]!r}, which is not a queue; give the queue another key")
 
 
 def _those_that_fit(values: Iterable[bytes]) -> list[bytes]:

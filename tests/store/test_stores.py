@@ -406,6 +406,15 @@ def test_a_key_that_is_not_a_queue_is_not_changed(full_store: Store) -> None:
             with pytest.raises(StoreError, match="not a queue"):
                 take("k")
         assert full_store.get("k") == (value.encode() if isinstance(value, str) else value)
+    for value in ("", "42"):
+        full_store.set("k", value)
+        with pytest.raises(StoreError, match=f"k' holds b'{value}', which is not a queue"):
+            full_store.queue_push("k", "item")
+        assert full_store.get("k") == value.encode()
+    full_store.queue_push("items", "one")
+    with pytest.raises(StoreError, match="items' is a queue; add to it with queue_push"):
+        full_store.append("items", "two")
+    assert full_store.queue_pop("items") == b"one"
     full_store.queue_push("q", bytes(MAX_VALUE - 1000))
     with pytest.raises(StoreError, match="at most"):
         full_store.queue_push("q", bytes(1000))
