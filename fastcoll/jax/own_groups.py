@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from weakref import WeakKeyDictionary, WeakSet
 
 from jax._src import dispatch
@@ -37,7 +37,7 @@ def group_for(group: Group, is_message: bool) -> ProcessGroup:
     if original not in _used:
         _used.add(original)
         original.before_leaving = original.before_leaving or settle
-        _leave_at_exit()
+        _exit_hook.set_once()
     return original
 
 
@@ -71,7 +71,7 @@ def copy_of(group: Group) -> ProcessGroup:
             original.before_leaving = partial(destroy_process_group, made)
         _copies[original] = made
         _used.add(made)
-        _leave_at_exit()
+        _exit_hook.set_once()
         return made
 
 
@@ -102,18 +102,16 @@ def settle() -> None:
             fence()
 
 
-@cache
-def _leave_at_exit() -> None:
-    """Set the exit hook, once in a process.
+def _leave_at_exit(error: BaseException | None) -> GroupError | None:
+    """End this process's programs.
 
-    The hook runs before JAX's own, which clears the backends: exit hooks run in reverse order, and JAX was imported
+    This hook runs before JAX's own, which clears the backends: exit hooks run in reverse order, and JAX was imported
     earlier.
     """
+    if error is not None:  # do not wait for running calls: end them with an error
+        close(list(_used), describe_exit(error))
+    settle()
+    return None
 
-    def at_exit(error: BaseException | None) -> GroupError | None:
-        if error is not None:  # do not wait for running calls: end them with an error
-            close(list(_used), describe_exit(error))
-        settle()
-        return None
 
-    ExitHook(at_exit).set()
+_exit_hook = ExitHook(_leave_at_exit)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -108,6 +109,14 @@ class ExitHook:
     def __init__(self, leave: Callable[[BaseException | None], GroupError | None]) -> None:
         self._leave = leave
         self._finalizer: Any = None
+        self._pid = 0  # the process that has called `set_once`
+
+    def set_once(self) -> None:
+        """Register the hook, unless this process has done so. A child made by fork must do so again."""
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            self.take_back()
+            self.set()
 
     def set(self) -> None:
         """Register the hook. Hooks run newest first."""

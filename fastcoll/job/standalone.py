@@ -7,7 +7,6 @@ by fork has none of its parent's groups.
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Sequence
@@ -124,7 +123,7 @@ def make(
         crowd = [member for other in groups.standalone.values() for member in other.members]
         group = make_group(choice, PrefixStore("group", job), name, known, rank, timeout, crowd)
         undo.pop_all()
-    _leave_at_exit()
+    _exit_hook.set_once()
     groups.standalone[group] = Standalone(choice, known, lambda: None)
     return group
 
@@ -146,13 +145,10 @@ def leave_all(error: BaseException | None) -> GroupError | None:
     return leave_groups(list(groups.standalone), error)
 
 
-@functools.cache
-def _leave_at_exit() -> None:
-    """Set the exit hook, once in each process."""
+def _leave_at_exit(error: BaseException | None) -> GroupError | None:
+    if groups.standalone:
+        _log.info("destroy_process_group was not called; leaving at exit")
+    return leave_all(error)
 
-    def at_exit(error: BaseException | None) -> GroupError | None:
-        if groups.standalone:
-            _log.info("destroy_process_group was not called; leaving at exit")
-        return leave_all(error)
 
-    ExitHook(at_exit).set()
+_exit_hook = ExitHook(_leave_at_exit)

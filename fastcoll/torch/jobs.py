@@ -5,7 +5,6 @@ Each group is a job of its own (job/standalone.py), which its members join by th
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import secrets
@@ -57,7 +56,7 @@ def make_group(
         parent: a group that contains all members, so that they need not exchange addresses again; or None.
     """
     config.check()
-    _watch_ends()
+    _exit_hook.set_once()
     began = time.monotonic()
     members: list[Member] = []
     if parent is not None and size > 1:
@@ -186,16 +185,13 @@ def meet_anew(store: Store, rank: int, size: int, timeout: float) -> str:
     raise StoreTimeoutError(f"{doing}: {missing()} did not come within {timeout:.3g} s")
 
 
-@functools.cache
-def _watch_ends() -> None:
-    """Set the exit and fork hooks, once in a process."""
+def _leave_at_exit(error: BaseException | None) -> GroupError | None:
+    try:
+        return standalone.leave_all(error)
+    finally:
+        # A thread that is inside torch's C++ when Python ends would crash the process.
+        completions.settle(_SETTLE_SECONDS)
 
-    def leave_all(error: BaseException | None) -> GroupError | None:
-        try:
-            return standalone.leave_all(error)
-        finally:
-            # A thread that is inside torch's C++ when Python ends would crash the process.
-            completions.settle(_SETTLE_SECONDS)
 
-    ExitHook(leave_all).set()
-    at_fork("torch's threads", completions.start_anew)
+_exit_hook = ExitHook(_leave_at_exit)
+at_fork("torch's threads", completions.start_anew)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from faults.crew import nothing_left
-from programs import python_ranks
+from programs import python, python_ranks
 
 import fastcoll as dist
 from fastcoll.errors import AbortedError, NotInitializedError, StoreTimeoutError, UsageError
@@ -97,6 +97,25 @@ def test_a_program_that_does_not_leave_leaves_at_exit(tmp_path: Path) -> None:
     with nothing_left():
         ends = python_ranks(2, "-c", PROGRAM, tmp_path / "store")
     assert [end.returncode for end in ends] == [0, 0], ends
+
+
+FORKING = """
+import logging, multiprocessing, fastcoll as dist
+
+def make():
+    return dist.group_from_store(dist.HashStore(), 0, 1)
+
+logging.basicConfig(level=logging.INFO)
+dist.destroy_process_group(make())
+child = multiprocessing.get_context("fork").Process(target=make)
+child.start()
+child.join()
+"""
+
+
+def test_a_child_of_multiprocessing_leaves_at_exit_like_its_parent() -> None:
+    ended = python("-c", FORKING)
+    assert ended.stderr.count("destroy_process_group was not called; leaving at exit") == 1, ended
 
 
 @pytest.mark.ranks(1, init=False)
