@@ -51,7 +51,7 @@ class Standalone(NamedTuple):
 
     choice: BackendChoice
     members: Sequence[Member]
-    retire: Callable[[], None]
+    retire: Callable[[], object]
 
 
 class Groups:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from .. import config
@@ -120,11 +121,11 @@ def make(
             replace(member, rank=each, world_size=world_size or size)
             for member, each in zip(members, ranks, strict=True)
         ]
-        crowd = [member for other in groups.standalone.values() for member in other.members]
+        crowd = [member for other in list(groups.standalone.values()) for member in other.members]
         group = make_group(choice, PrefixStore("group", job), name, known, rank, timeout, crowd)
         undo.pop_all()
     _exit_hook.set_once()
-    groups.standalone[group] = Standalone(choice, known, lambda: None)
+    groups.standalone[group] = Standalone(choice, known, partial(job.retire, "", size))
     return group
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ from programs import python, python_ranks
 import fastcoll as dist
 from fastcoll.errors import AbortedError, NotInitializedError, StoreTimeoutError, UsageError
 from fastcoll.job import standalone
-from fastcoll.job.groups import groups
+from fastcoll.job.backends import parse_backend
+from fastcoll.job.groups import Standalone, groups
+from fastcoll.system.processes import Member
 
 
 def total(group: dist.ProcessGroup) -> float:
@@ -53,6 +56,28 @@ def test_groups_in_one_store_do_not_interfere(
     for group in (everybody, again):
         dist.destroy_process_group(group)
     assert not groups.standalone
+
+
+@pytest.mark.ranks(2, init=False)
+def test_the_keys_of_a_group_are_deleted_when_all_have_left(rank: int, tmp_path: Path) -> None:
+    with dist.FileStore(str(tmp_path / "store"), 2) as store:
+        dist.destroy_process_group(dist.group_from_store(store, rank, 2, timeout=60))
+        store.barrier("left", 2)
+        # One key for each process counts how often it has used the store.
+        assert [key for key in store.list_keys() if key.startswith("fastcoll/") and "/use/" not in key] == []
+        store.barrier("seen", 2)
+
+
+@pytest.mark.ranks(1, init=False)
+def test_a_group_is_made_while_another_thread_makes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Growing(list[Member]):
+        def __iter__(self) -> Iterator[Member]:
+            monkeypatch.setitem(groups.standalone, "another", first)
+            return super().__iter__()
+
+    first = Standalone(parse_backend(None), Growing(), lambda: None)
+    monkeypatch.setitem(groups.standalone, "first", first)
+    dist.destroy_process_group(dist.group_from_store(dist.HashStore(), 0, 1))
 
 
 @pytest.mark.ranks(2)
