@@ -31,6 +31,7 @@ from ..errors import (
 from ..metrics import in_rank
 from ..record import recorder
 from ..rendezvous.attempts import ProcessName, place_of
+from ..rendezvous.detect import number_in
 from ..rendezvous.join import join
 from ..store import Store
 from ..system.forks import at_fork
@@ -103,10 +104,12 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
         fallback_rank: the result if LOCAL_RANK is not set and there is no default group.
 
     Raises:
-        UsageError: LOCAL_RANK is not set, there is no default group, and `fallback_rank` is None.
+        UsageError: LOCAL_RANK is not a whole number; or it is not set, there is no default group, and `fallback_rank`
+            is None.
     """
-    if "LOCAL_RANK" in os.environ:
-        return int(os.environ["LOCAL_RANK"])
+    local_rank = number_in(os.environ, "LOCAL_RANK", 0)
+    if local_rank is not None:
+        return local_rank
     if _job is not None and groups.inherited is None:
         members, rank = _job.lease.members, _job.lease.rank
         return sum(member.same_node(members[rank]) for member in members[:rank])

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from ..errors import UsageError
 
+MOST_DIGITS = 20  # of a rank or size; Python raises a ValueError for texts of more than 4,300 digits
+
 
 @dataclass(frozen=True)
 class LauncherVariables:
@@ -101,7 +103,7 @@ def detect(environ: Mapping[str, str], rank: int | None = None, world_size: int 
         local_rank=next((each.local_rank for each in readings if each.local_rank is not None), None),
         local_size=next((each.local_size for each in readings if each.local_size is not None), None),
         master_addr=environ.get("MASTER_ADDR") or (hosts_of(nodes)[0] if leads and nodes else None),
-        master_port=_number(environ, "MASTER_PORT", 1, 65535),
+        master_port=number_in(environ, "MASTER_PORT", 1, 65535),
         source=", ".join(reading.source.name for reading in readings),
         rank_variable=rank_variable,
         found=tuple(name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if environ.get(name)),
@@ -127,10 +129,10 @@ def _read(environ: Mapping[str, str], source: LauncherVariables) -> _Reading | N
         return None
     return _Reading(
         source,
-        _number(environ, source.rank, 0),
-        _number(environ, source.size, 1),
-        _number(environ, source.local_rank, 0),
-        _number(environ, source.local_size, 1),
+        number_in(environ, source.rank, 0),
+        number_in(environ, source.size, 1),
+        number_in(environ, source.local_rank, 0),
+        number_in(environ, source.local_size, 1),
     )
 
 
@@ -142,9 +144,9 @@ def _read_slurm(environ: Mapping[str, str]) -> _Reading | None:
     is_shell = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
     if is_shell or SLURM.rank not in environ or SLURM.size not in environ:
         return None
-    size = _number(environ, "SLURM_STEP_NUM_TASKS", 1) or _number(environ, SLURM.size, 1)
-    nodes = _number(environ, "SLURM_STEP_NUM_NODES", 1) or _number(environ, "SLURM_JOB_NUM_NODES", 1)
-    rank, local_rank = _number(environ, SLURM.rank, 0), _number(environ, SLURM.local_rank, 0)
+    size = number_in(environ, "SLURM_STEP_NUM_TASKS", 1) or number_in(environ, SLURM.size, 1)
+    nodes = number_in(environ, "SLURM_STEP_NUM_NODES", 1) or number_in(environ, "SLURM_JOB_NUM_NODES", 1)
+    rank, local_rank = number_in(environ, SLURM.rank, 0), number_in(environ, SLURM.local_rank, 0)
     return _Reading(SLURM, rank, size, local_rank, size if nodes == 1 else None)
 
 
@@ -171,12 +173,13 @@ def _job_id(environ: Mapping[str, str], slurm_leads: bool) -> str | None:
     return None
 
 
-def _number(environ: Mapping[str, str], name: str, lowest: int, highest: int = 1 << 31) -> int | None:
+def number_in(environ: Mapping[str, str], name: str, lowest: int, highest: int = 1 << 31) -> int | None:
+    """Return the number in a variable, or None if it is not set; UsageError: it is not a number from `lowest` on."""
     text = environ.get(name)
     if text is None:
         return None
-    if not text.strip().isdecimal() or not lowest <= int(text) <= highest:
-        raise UsageError(f"{name}={text!r} must be a whole number from {lowest} to {highest}")
+    if not text.strip().isdecimal() or len(text) > MOST_DIGITS or not lowest <= int(text) <= highest:
+        raise UsageError(f"{name}={text!r:.80} must be a whole number from {lowest} to {highest}")
     return int(text)
 
 

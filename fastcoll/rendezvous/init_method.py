@@ -15,6 +15,7 @@ from ..core.work import Timeout
 from ..errors import UsageError
 from ..store.store import DEFAULT_TIMEOUT, Rendezvous, Store
 from ..store.views import imported
+from .detect import MOST_DIGITS
 from .join import check_rank
 
 SCHEMES = ("env", "tcp", "file")
@@ -163,8 +164,8 @@ def parse(url: str, rank: int, world_size: int) -> InitMethod:
             raise UsageError(
                 f"init_method {url!r} has the unknown query {name!r}; rank and world_size are known"
             )
-        if not value.isdecimal():
-            raise UsageError(f"init_method {url!r}: {name} must be a whole number, got {value!r}")
+        if not value.isdecimal() or len(value) > MOST_DIGITS:
+            raise UsageError(f"init_method {url!r:.200}: {name} must be a whole number, got {value!r:.80}")
         if (given := numbers.setdefault(name, int(value))) != int(value):
             raise UsageError(
                 f"{name}={given} was passed, but init_method {url!r} has {name}={int(value)}; drop one of them"

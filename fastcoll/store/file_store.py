@@ -78,7 +78,7 @@ class FileStore(TableStore):
         timeout: timedelta | float = DEFAULT_TIMEOUT,
     ) -> None:
         self.set_timeout(timeout)
-        self.path = os.fspath(file_name)
+        self.path = os.path.abspath(file_name)  # also right after the program has changed its folder
         self.world_size = whole("world_size", world_size)
         self._pid = os.getpid()
         self._mutex = threading.Lock()

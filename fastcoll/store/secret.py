@@ -113,7 +113,7 @@ def _secret() -> _Secret:
     given: str = config.get("FASTCOLL_SECRET")
     file: str = config.get("FASTCOLL_SECRET_FILE")
     if given:
-        return _Secret(given.encode(), "that of FASTCOLL_SECRET")
+        return _Secret(os.fsencode(given), "that of FASTCOLL_SECRET")
     if file:
         return _Secret(_read_given(file), f"that in FASTCOLL_SECRET_FILE={file}")
     if config.get("FASTCOLL_INSECURE"):

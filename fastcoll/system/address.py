@@ -31,13 +31,18 @@ _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, SockAddr]]:
-    """Return the TCP addresses of `host`, IPv4 first; OSError if there is none.
+    """Return the TCP addresses of `host`, IPv4 first.
+
+    OSError: there is none. UsageError: `host` cannot be a name.
 
     IPv4 comes first, so that the server and the clients of `localhost` choose the same address.
     """
     # For bytes Python does not import the tables of names in other scripts.
     name = host.encode() if host.isascii() else host
-    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise UsageError(f"{host!r} is no name of a host: {error}") from error
     pairs = {(family, address): None for family, _, _, _, address in found}
     return sorted(pairs, key=lambda pair: pair[0] != socket.AF_INET)  # type: ignore[arg-type]
 

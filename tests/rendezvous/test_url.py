@@ -48,6 +48,7 @@ def test_the_query_and_the_arguments() -> None:
         ("tcp://h:1?world_size=3", 0, 2, "world_size=2 was passed"),
         ("tcp://h:1?rank=-1", -1, 2, "rank must be a whole number"),
         ("tcp://h:1?size=2", 0, 2, "unknown query 'size'"),
+        (f"tcp://h:1?world_size={'1' * 5000}", 0, -1, "world_size must be a whole number"),
         ("tcp://h:1", 2, 2, "rank 2 is not in a world of 2"),
         ("tcp://h:1", -2, 2, "rank -2 is not in a world"),
         ("tcp://h:1", 0, 0, "world_size must be 1 or more, got 0"),

@@ -53,6 +53,16 @@ def test_the_last_participant_removes_the_file(path: Path) -> None:
     one.close()
 
 
+def test_a_relative_path_keeps_its_meaning(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parent)
+    with FileStore(path.name) as store:
+        monkeypatch.chdir("/")
+        store.set("k", "v")
+        with store.clone() as other:
+            assert other.get("k") == b"v"
+    assert not path.exists()
+
+
 def test_with_a_world_size_the_file_stays_until_all_have_come(path: Path) -> None:
     with FileStore(path, 2) as store:
         store.set("k", "v")

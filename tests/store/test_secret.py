@@ -59,6 +59,11 @@ TELL = [
 ]  # fmt: skip
 
 
+def test_a_secret_need_not_be_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTCOLL_SECRET", os.fsdecode(b"\xff"))
+    assert secret.job_secret() == b"\xff"
+
+
 def test_ranks_that_create_the_secret_at_once_agree(processes, own: Path) -> None:
     wait = f"import sys; sys.stdin.read(); {TELL[2]}"
     ranks = [processes.start(wait, XDG_CONFIG_HOME=str(own.parents[1])) for _ in range(3)]

@@ -142,6 +142,7 @@ def test_a_name_may_also_have_addresses_of_a_family_without_support(monkeypatch:
         ({"port": 0}, "for the master only"),
         ({"port": 0, "is_master": True, "host_name": "203.0.113.7"}, "no address of this machine"),
         ({"port": 0, "is_master": True, "host_name": "no-such-host.invalid"}, "has no address"),
+        ({"port": 5, "host_name": "ä..b"}, "'ä..b' is no name of a host"),
         ({"port": 5, "world_size": 0}, "world_size"),
         ({"port": 5, "timeout": "3"}, "timeout"),
         ({"port": 5.0}, "port is 5.0, a float"),
