@@ -74,7 +74,9 @@ def parse_dtype(text: str) -> np.dtype[Any]:
 def widened(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if x.dtype.name != "bfloat16":
         return x.astype(np.float32)
-    return (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    # NumPy 1 would make int64 of a 0-d array and an int.
+    bits = x.view(np.uint16).astype(np.uint32) << np.uint32(16)
+    return bits.view(np.float32)
 
 
 def rounded(x: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -86,4 +88,4 @@ def rounded(x: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, An
         return x.astype(dtype)
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     nearest = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
-    return np.where(np.isnan(x), 0x7FC0, nearest).astype(np.uint16).view(dtype)
+    return np.where(np.isnan(x), 0x7FC0, nearest).astype(np.uint16).view(dtype).reshape(x.shape)
