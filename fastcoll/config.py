@@ -78,7 +78,12 @@ def _endpoint(text: str) -> MetricsAddress | str:
 
 def _path(text: str) -> str:
     """Return the path as an absolute one, because the program may change its folder later; an empty text stays."""
-    return os.path.abspath(text) if text else ""
+    if not text or os.path.isabs(text):
+        return text
+    try:
+        return os.path.join(os.getcwd(), text)
+    except OSError as error:
+        raise ValueError(f"the current folder does not exist: {error}") from error
 
 
 def _path_or_none(text: str) -> str:

@@ -28,6 +28,7 @@ The traceback of an uncaught error is printed without the frames of this package
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import os
 import sys
@@ -203,7 +204,11 @@ def reduced(error: BaseException) -> tuple[Any, ...] | None:
     """
     cls = type(error)
     is_builtin = cls.__reduce__ is _builtin(cls).__reduce__ and cls.__reduce_ex__ is object.__reduce_ex__
-    if not is_builtin or any("__slots__" in vars(base) for base in cls.__mro__):
+    if (
+        not is_builtin
+        or cls in copyreg.dispatch_table
+        or any("__slots__" in vars(base) for base in cls.__mro__)
+    ):
         return None  # only the constructor sets slots
     made: Any = error.__reduce__()
     return cls, *made[1:]

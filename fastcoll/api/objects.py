@@ -45,6 +45,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
     Raises:
         UsageError: an object cannot be pickled, or an argument is not a list of the right length. Then the other ranks
             raise MismatchError with the reason; if the call is `send_object_list`, the receiver raises UsageError.
+        ResourceError: there is no memory for the objects of another rank; the group stays usable.
         GroupError: a rank died (PeerDiedError), or did not call in time (CollectiveTimeoutError); the group has failed.
 
     Examples:
@@ -184,11 +185,12 @@ def send_object_list(
     peer = group_rank(g, "dst", dst, group_dst)
     try:
         parts = [_pack(obj) for obj in object_list]
-    except UsageError:
+        data = _joined(parts)
+    except (UsageError, MemoryError):
         g.p2p.send_objects(np.full(len(object_list), _FAILED, np.int64), peer)
         raise
     g.p2p.send_objects(_sizes_of(parts), peer)
-    g.p2p.send_objects(_joined(parts).view(np.uint8), peer)
+    g.p2p.send_objects(data.view(np.uint8), peer)
 
 
 def recv_object_list(
@@ -225,7 +227,7 @@ def recv_object_list(
     try:
         data = _room(sizes.sum(), g, sender)
     except ResourceError:
-        with suppress(MismatchError):  # drops the message; the sender raises this error, too
+        with suppress(MismatchError):  # this drops the message, and the sender raises MismatchError
             g.p2p.recv_objects(np.empty(0, np.uint8), sender)
         raise
     g.p2p.recv_objects(data.view(np.uint8), sender)

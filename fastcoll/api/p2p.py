@@ -305,9 +305,10 @@ def sendrecv(
     g = groups.world if group is None else member_of(group, "sendrecv")
     if g is None:
         return -1
-    if not is_message(output, src, recv_tag, g.size):
+    sender = _sender(g, src, None)
+    if not is_message(output, sender, recv_tag, g.size):
         # A wrong argument raises before the message is sent.
-        g.p2p.recv_init(output, _sender(g, src, None), recv_tag, None)
+        g.p2p.recv_init(output, sender, recv_tag, None)
     sent = isend(input, dst, group, send_tag)
     try:
         source = recv(output, src, group, recv_tag)

@@ -440,9 +440,10 @@ def integer_of(typing_context, value):
             return WORD(kind.value or 0)
         return WORD(0) if is_none(kind) else context.cast(builder, args[0], kind, types.int64)
 
-    if not (
-        is_none(value) or isinstance(types.unliteral(value), types.Integer | types.Boolean | types.Omitted)
-    ):
+    kind = types.unliteral(value)
+    kind = kind.type if isinstance(kind, types.Optional) else kind
+    accepted = types.Integer | types.IntEnumMember | types.Boolean | types.Omitted
+    if not (is_none(value) or isinstance(kind, accepted)):
         raise TypingError(f"an argument is of type {value}; give an integer")
     return types.int64(value), emit
 

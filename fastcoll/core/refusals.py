@@ -36,7 +36,7 @@ class Preparing:
         The function of the call, which the gate runs, calls this.
         """
         if self._gate.size > 1:
-            _meet(self._gate, self._planned(Operation("refused")), self._name, error)
+            _meet(self._gate, self._planned(Operation("refused")), _reason(self._gate, self._name, error))
 
 
 def refuse(gate: Gate, planned: Callable[[Operation], Call], name: str, error: Exception) -> None:
@@ -48,14 +48,18 @@ def refuse(gate: Gate, planned: Callable[[Operation], Call], name: str, error: E
     """
     if gate.size == 1 or gate.failure is not None or gate.closed or gate.is_inside():
         return
-    call = partial(_meet, gate, planned(Operation("refused")), name, error)
+    call = partial(_meet, gate, planned(Operation("refused")), _reason(gate, name, error))
     with suppress(RuntimeError):  # the group was closed meanwhile, or no thread can be started
         gate.submit(f"the refused {name}", partial(gate.run_exclusively, call), observed=True)
 
 
-def _meet(gate: Gate, meeting: Call, name: str, error: Exception) -> None:
+def _reason(gate: Gate, name: str, error: Exception) -> str:
+    return f"rank {gate.ranks[gate.rank]}'s {name} was refused: {type(error).__name__}: {error}"
+
+
+def _meet(gate: Gate, meeting: Call, reason: str) -> None:
     """Make the call `meeting` of the kind "refused"; it gives the peers the reason."""
-    gate.refusal = f"rank {gate.ranks[gate.rank]}'s {name} was refused: {type(error).__name__}: {error}"
+    gate.refusal = reason
     try:
         meeting()
     except MismatchError:

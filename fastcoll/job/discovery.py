@@ -107,12 +107,13 @@ def _use(
     number = current()
     while True:
         job = PrefixStore(str(number), ours)
-        if _is_over(job, rank):
+        if job.check(["over"]):  # the process that has raised it moves the number on
+            number += 1
+        elif _is_over(job, rank):
             move_on()
             number += 1
-        elif (
-            latest := current()
-        ) > number:  # its ranks may have deleted the keys before `_is_over` read them
+        elif (latest := current()) > number:
+            # The job's ranks may have deleted the keys before `_is_over` read them.
             number = latest
         else:
             break
@@ -136,7 +137,7 @@ def _is_over(job: Store, rank: int) -> bool:
 
     UsageError: the job has started, and its `rank` is another process that is alive.
     """
-    if job.check(["over"]) or has_failed(job):
+    if has_failed(job):
         return True
     _check_over(job, rank, "in this store", "group_name or PrefixStore")
     owner = registered(job, rank)

@@ -47,10 +47,10 @@ def leave(
     """
     in_order = error is None or (isinstance(error, SystemExit) and not error.code)
     waiting = [group for group in groups if in_order and group.may_wait()]
-    cause = uncaught(error)
+    reason = uncaught(error)
     # Those of groups and of calls that do not match have been dumped where they were raised.
-    if groups and cause is not None and not isinstance(cause, GroupError | MismatchError):
-        dump.because(describe_error(cause))
+    if groups and reason is not None and not isinstance(reason, GroupError | MismatchError):
+        dump.because(describe_error(reason))
     try:
         for each in waiting:
             if each.before_leaving is not None:

@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 from .. import config
 from ..core.group import ProcessGroup
@@ -44,7 +45,7 @@ def group_from_store(
     `destroy_process_group(group)` ends it. A process may be in any number of such groups.
 
     Args:
-        store: a store of fastcoll or torch.distributed. It is used until the group is made, and stays open.
+        store: a store of fastcoll or torch.distributed. It is used while the group is made and left, and stays open.
         rank, world_size: this process's rank in the group, and the number of its members.
         timeout: seconds or timedelta, for meeting and for every call on the group; None: FASTCOLL_TIMEOUT (1800 s).
         group_name: must differ between sets of members that use one store; the same members may use a name again.
@@ -71,9 +72,10 @@ def group_from_store(
     # Each use of a store is its own job, with its own keys, and each process counts its own uses. So if two processes
     # claim the same rank, the counts of both are equal, so they meet in one job, and its ranks get an error.
     ours, me = PrefixStore("fastcoll", imported(store)), this_process()
-    use = ours.add(f"group/{group_name}/use/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
+    place = f"group/{quote(group_name, safe='')}"  # no other group's keys begin with it
+    use = ours.add(f"{place}/use/{me.boot_id}/{me.pid}/{me.start_time}", 1) - 1
     return make(
-        PrefixStore(f"group/{group_name}/{use}", ours),
+        PrefixStore(f"{place}/{use}", ours),
         group_name or "group",
         rank,
         world_size,

@@ -8,6 +8,7 @@ others at the end.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import selectors
@@ -388,7 +389,8 @@ class Supervisor:
             now = time.monotonic()
             for pid in children:
                 if now - start >= _LEFTOVER_SECONDS:
-                    os.kill(pid, signal.SIGKILL)
+                    with contextlib.suppress(PermissionError):  # another user's process
+                        os.kill(pid, signal.SIGKILL)
                     killed = min(killed, now)
                 os.waitpid(pid, os.WNOHANG)
             if now - killed >= _LEFTOVER_SECONDS:

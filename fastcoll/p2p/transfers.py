@@ -64,8 +64,8 @@ def contents(kind: int, nbytes: int) -> str:
     """Describe what a message or an array holds, for error texts: `(float32, 10 elements)`."""
     if _is_on_gpu(kind):
         return "an array on a GPU"
-    if tag_of(kind) == OBJECTS_TAG:  # only the number of objects can mismatch
-        return f"{nbytes // 8} objects"
+    if tag_of(kind) == OBJECTS_TAG:
+        return f"{nbytes} bytes of objects" if _is_bytes(kind) else f"{nbytes // 8} objects"
     return signature.describe_message(kind & _DTYPE_MASK, nbytes)
 
 
@@ -73,10 +73,16 @@ def _is_on_gpu(kind: int) -> bool:
     return kind & _DTYPE_MASK == _dtype_code(CONTROL_MESSAGE)
 
 
+def _is_bytes(kind: int) -> bool:
+    return kind & _DTYPE_MASK == _dtype_code(np.dtype(np.uint8))
+
+
 def _dropped(kind: int, other: int) -> str:
     """Return the end of an error text: how to make a message and an array of these kinds fit."""
     if _is_on_gpu(kind) != _is_on_gpu(other):
         cure = "both must be on GPUs, or both in host memory"
+    elif tag_of(kind) == OBJECTS_TAG and _is_bytes(kind):
+        cure = "the receiver has no memory for the objects"
     elif tag_of(kind) == OBJECTS_TAG:
         cure = "both lists must have the same length"
     else:

@@ -243,9 +243,8 @@ def arrive(
     me = Arrival(-1 if rank is None else rank, world_size, **vars(this_process()))
     place = store.add("arrivals/count", 1) - 1
     end, first = store.peek([f"{_ARRIVALS}/end", member_key(_ARRIVALS, 0)])
-    if (
-        place and end is not None and end[:1] == MET and first is not None
-    ):  # the world met without this process
+    if place and first is not None and end is not None and end[:1] == MET:
+        # The world met without this process.
         size = min(place, Arrival.from_bytes(first).world_size)
         values = store.multi_get([member_key(_ARRIVALS, other) for other in range(size)])
         raise FullError([Arrival.from_bytes(value) for value in values], me)

@@ -177,6 +177,9 @@ def acquire(key: Hashable, make: Callable[[], T]) -> T:
         found: Any = next((each for each in list(_users) if key is not None and each.key == key), None)
         server: T = found or make()
         _users[server] = _users.get(server, 0) + 1
+        if server.key is None and key is not None:  # a garbage collection has closed it meanwhile
+            del _users[server]
+            return acquire(key, make)
         return server
 
 

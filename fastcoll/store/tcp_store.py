@@ -259,7 +259,7 @@ class TCPStore(TableStore):
 
 
 def _let_go(server: TCPServer, pid: int) -> None:
-    if pid == os.getpid():  # a forked child must not stop its parent's server
+    if pid == os.getpid():  # a forked child has closed its copy of the server
         release(server)
 
 

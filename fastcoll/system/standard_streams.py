@@ -19,8 +19,10 @@ def run_command(command: Callable[[], int | None]) -> int:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     try:
-        code = command() or 0
-        sys.stdout.flush()
+        try:
+            code = command() or 0
+        finally:  # also after `sys.exit`, as for --help
+            sys.stdout.flush()
     except BrokenPipeError:  # as in `python -m fastcoll env | head -1`
         # Replace stdout, because Python flushes it at exit, and that would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,6 +11,7 @@ after they were asked to, or later if they get no core.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import io
@@ -54,7 +55,8 @@ class RankWorker:
     @pytest.hookimpl(tryfirst=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> None:
         for name, pickled in self.setup.options.items():
-            setattr(config.option, name, pickle.loads(pickled))
+            with contextlib.suppress(Exception):  # its class cannot be imported here
+                setattr(config.option, name, pickle.loads(pickled))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> bool:

@@ -20,7 +20,7 @@ from .waits import state_of, stuck_in, waits_in
 
 _MOST_NAMED = 8
 _RANK = r"rank \d+ \(pid \d+ on [^)]*\)"
-_ENDED = re.compile(rf"({_RANK}(?:, {_RANK})*) (died|left[^;]*)")  # in the text of an error
+_ENDED = re.compile(rf"({_RANK}(?:, {_RANK})*) (died|left(?:(?!, {_RANK})[^;])*)")  # in the text of an error
 
 
 class Edge(NamedTuple):

@@ -28,17 +28,13 @@ def timeline(dumps: Sequence[Dump]) -> dict[str, Any]:
         order = {"sort_index": record.rank}
         events.append({"ph": "M", "pid": record.rank, "name": "process_sort_index", "args": order})
         for group in record.groups:
-            row = {"pid": record.rank, "tid": group.serial}
+            row, ranks = {"pid": record.rank, "tid": group.serial}, ranks_of(group.members)
             events.append({"ph": "M", **row, "name": "thread_name", "args": {"name": group.name}})
             for call, began, ended, timed in _times(group, int(dump.time * 1e9)):
                 details = {"number": call.number, "group": group.name, "state": call.state, "timed": timed}
                 if call.site:
                     details["site"] = call.site
-                shown = {
-                    "name": describe(*call.head, ranks_of(group.members)),
-                    "cat": group.backend,
-                    "args": details,
-                }
+                shown = {"name": describe(*call.head, ranks), "cat": group.backend, "args": details}
                 events.append({"ph": "X", **row, **shown, "ts": began / 1e3, "dur": (ended - began) / 1e3})
         for reason in dump.reasons:
             event = {"ph": "i", "s": "p", "pid": record.rank, "tid": 0, "ts": reason.time * 1e6}

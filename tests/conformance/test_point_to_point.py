@@ -38,6 +38,19 @@ def test_sendrecv_sends_nothing_if_the_output_is_wrong(rank, world_size):
             assert got[0, 0] == number + 10 * left
 
 
+@pytest.mark.ranks(3)
+def test_sendrecv_on_a_group_sends_nothing_if_the_source_is_no_member(rank, world_size):
+    group, other = dist.new_group([0, 2]), 2 - rank
+    if rank == 1:
+        return
+    if rank == 0:
+        with pytest.raises(UsageError, match="1"):
+            dist.sendrecv(np.zeros(1), 2, np.zeros(1), 1, group)
+    got = np.zeros(1)
+    assert dist.sendrecv(np.full(1, rank + 5.0), other, got, other, group) == other
+    assert got[0] == other + 5
+
+
 @pytest.mark.ranks(2, 3)
 def test_blocking_calls_of_every_length(rank, world_size):
     for count in (0, 1, 5, 11, 1000, 70_000, 1_000_003):

@@ -793,6 +793,7 @@ if child == 0:
     dist.init_process_group(rank=0, world_size=1, store=dist.HashStore())
     dist.all_reduce(x)
     sys.exit(0)
+dist.barrier()  # both have forked, so nothing has been received before
 sent = dist.isend(x, 1 - rank)
 received.wait()
 sent.wait()

@@ -81,7 +81,7 @@ def test_the_server_listens_on_its_host_only(name: str, bound: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <socket.socket")  # its connection was not closed
-def test_a_dropped_master_stops_serving() -> None:
+def test_a_dropped_master_stops_serving(capfd: pytest.CaptureFixture[str]) -> None:
     """In its own process; a child of fork that drops its copy does not stop the server."""
     store = TCPStore("127.0.0.1", 0, is_master=True)
     port = store.port
@@ -92,6 +92,7 @@ def test_a_dropped_master_stops_serving() -> None:
             gc.collect()
             os._exit(0)
         os.waitpid(child, 0)
+        assert capfd.readouterr().err == ""
         client.set("k", "v")
         del store
         gc.collect()

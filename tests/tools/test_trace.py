@@ -113,6 +113,18 @@ def test_how_a_rank_without_a_file_ended_is_known_from_other_ranks(end: str) -> 
     assert f"Other ranks saw that rank 1 (pid 101 on node) {end}." in found
 
 
+def test_of_several_ranks_without_a_file_each_has_its_own_end() -> None:
+    ends = [
+        "rank 1 (pid 101 on node) left (its program ended)",
+        "rank 2 (pid 102 on node) left: ValueError: bad, data",
+    ]
+    waiting = dump(0, group(0, [*DONE, call(3, BARRIER, "under way")], 3))
+    reason = Reason(60.0, f"AbortedError: {', '.join(ends)}; barrier(), call 3 of group 'WORLD'", "")
+    found = divergence.summary([replace(waiting, reasons=(reason,))])
+    assert f"Other ranks saw that {ends[0]}, and that {ends[1]}." in found
+    assert "stopped, killed" not in found
+
+
 @pytest.mark.parametrize("file", ["record/dump.py", "api/collectives.py", "job/groups.py", "shm/calls.py"])
 def test_the_place_in_the_program_is_found_in_files_of_another_installation(file: str) -> None:
     frame = f'  File "/there/site-packages/fastcoll/{file}", line 140 in inner\n'
