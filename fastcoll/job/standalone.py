@@ -14,7 +14,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from urllib.parse import quote
 
 from .. import config
 from ..core.group import ProcessGroup
@@ -64,6 +63,8 @@ def group_from_store(
         >>> group = dist.group_from_store(store, rank, 4)
         >>> dist.all_reduce(x, group=group)
     """
+    from urllib.parse import quote  # slow to import
+
     config.check()
     limit = positive_seconds(timeout, config.get("FASTCOLL_TIMEOUT"))
     rank, world_size = whole("rank", rank), whole("world_size", world_size)
