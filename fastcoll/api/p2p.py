@@ -310,8 +310,9 @@ def sendrecv(
         # A wrong argument raises before the message is sent.
         g.p2p.recv_init(output, sender, recv_tag, None)
     sent = isend(input, dst, group, send_tag)
+    received = irecv(output, src, group, recv_tag)
     try:
-        source = recv(output, src, group, recv_tag)
+        source: int = received.result()
     except UsageError:  # the group stays usable, so the caller may use `input` again
         with suppress(UsageError):  # the error of the receive is raised instead
             sent.wait()
