@@ -476,7 +476,7 @@ def test_call(m, number, out, nbytes, call, peer):
 def _is_late(m):
     """Whether Python must check deadlines and peers, because nothing has moved for the time that a wait may take.
 
-    The time begins with a test in which nothing moves, and anew when Python has been told.
+    The first test in which nothing moves starts the time. After this function has returned True, the next one does.
     """
     t, time = _table(m), now(m)
     since = load_word(t, r.IN_VAIN)

@@ -505,7 +505,8 @@ def _connected(host: str, port: int, deadline: float, look: Callable[[str], None
         try:
             return _connected_to(family, address, deadline, look)
         except OSError as error:
-            # localhost may have an address of IPv6 on a machine without IPv6. The other address tells more.
+            # localhost may have an IPv6 address on a machine without IPv6. Then the error of its IPv4 address is the
+            # reason.
             if reason is None or error.errno not in UNREACHABLE:
                 reason = error
     assert reason is not None, "a resolved name has an address"

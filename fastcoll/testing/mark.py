@@ -123,7 +123,7 @@ class RankResult:
 
     @property
     def spoils(self) -> bool:
-        """Whether this rank's process and group cannot be used any more, though the process may live."""
+        """Whether later tests must not use this rank's process and group, even if the process is alive."""
         return self.outcome not in ("passed", "skipped", "killed")
 
 

@@ -140,7 +140,7 @@ def test_accumulated_gradients_are_not_unused(rank: int) -> None:
         step(reducer, {"a": reducer.grads["a"] + 3})
         assert [reducer.grads[name][0] for name in "abc"] == [4, 1, 0]
         assert reducer.unused == ["c"]
-    step(reducer, {"a": 5})  # what was reduced before does not count
+    step(reducer, {"a": 5})  # gradients of reduced steps are not added
     assert [reducer.grads[name][0] for name in "abc"] == [5, 0, 0]
     assert set(reducer.unused) == {"b", "c"}
 
