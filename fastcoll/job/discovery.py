@@ -18,9 +18,9 @@ from ..errors import RendezvousError, StoreError, StoreTimeoutError, UsageError
 from ..rendezvous import has_handler, meet
 from ..rendezvous.join import has_failed, registered
 from ..store import PrefixStore, Store, imported
-from ..store.store import Rendezvous
+from ..store.store import Rendezvous, limited
 from ..store.waiting import LateWarning
-from ..system.processes import Member, dead_among, forget, this_process
+from ..system.processes import dead_among, forget, this_process
 from .backends import BackendChoice
 from .lease import has_left, times_settled
 
@@ -89,7 +89,7 @@ def _use(
     """Return the part of a user's store for the next job, because each use of a store is a new job.
 
     All ranks use the part with the same number, which is in the store. The number moves on when the first rank leaves
-    the job, also after a failed start, or when a process finds that the job is over (`_is_over`).
+    the job, also after a failed start, or when a process finds that the start has failed or its predecessor is gone.
 
         job             how many jobs are over: the number of the current job
         <number>/over   a counter: the process that raises it to 1 moves the number on
@@ -109,39 +109,25 @@ def _use(
         job = PrefixStore(str(number), ours)
         if job.check(["over"]):  # the process that has raised it moves the number on
             number += 1
-        elif _is_over(job, rank):
+        elif has_failed(job) or _is_left(job, rank, "in this store", "group_name or PrefixStore"):
             move_on()
             number += 1
         elif (latest := current()) > number:
-            # The job's ranks may have deleted the keys before `_is_over` read them.
+            # The job's ranks may have deleted the keys before they were read.
             number = latest
         else:
             break
 
     def close(linger: float) -> None:
-        before = store.timeout  # restored below, because the store is the user's
-        store.set_timeout(min(before.total_seconds(), _CLOSE_SECONDS))
         try:
-            with suppress(StoreError):  # the store is gone, closed or out of reach
+            # StoreError: the store is gone, closed or out of reach.
+            with limited(store, _CLOSE_SECONDS), suppress(StoreError):
                 move_on()
                 ours.retire(f"{number}/", world_size)
         finally:
-            store.set_timeout(before)
             close_store(linger)
 
     return Found(job, rank, world_size, close)
-
-
-def _is_over(job: Store, rank: int) -> bool:
-    """Return whether a process must not join this job of a user's store as `rank`, but the next one. Never blocks.
-
-    UsageError: the job has started, and its `rank` is another process that is alive.
-    """
-    if has_failed(job):
-        return True
-    _check_over(job, rank, "in this store", "group_name or PrefixStore")
-    owner = registered(job, rank)
-    return owner is not None and _is_gone(job, owner, rank)
 
 
 def find_others(
@@ -162,7 +148,7 @@ def find_others(
             found = _found(meeting, place)
             if not times_settled(found.store, found.rank):
                 return found
-            _check_over(found.store, found.rank, f"at {init_method}")
+            _is_left(found.store, found.rank, f"at {init_method}")  # raises if it never will be
         except BaseException as error:
             meeting.close()
             # StoreTimeoutError: the server is stopped or out of reach, so raise. Any other StoreError: the server is
@@ -180,24 +166,22 @@ def find_others(
         time.sleep(0.02)
 
 
-def _check_over(store: Store, rank: int, where: str, what: str = "address, port or file") -> None:
-    """Raise if this job has started, and another process has joined it as `rank` and has neither left it nor died.
+def _is_left(store: Store, rank: int, where: str, what: str = "address, port or file") -> bool:
+    """Return whether the process that has joined this job as `rank` is this one, has left the job, or has died.
 
-    `where` is where the job has met; the error says that each job needs its own `what`.
+    UsageError: the job has started, and the process is another one that is alive. `where` is where the job has met; the
+    error says that each job needs its own `what`.
     """
     owner, me = registered(store, rank), this_process()
-    if owner is None or not times_settled(store, rank) or _is_gone(store, owner, rank):
-        return
-    raise UsageError(
-        f"rank {rank} is claimed by two processes, {owner.where}, whose job {where} has started, and {me.where}; give "
-        f"each process its own rank, and each job its own {what}"
-    )
-
-
-def _is_gone(store: Store, owner: Member, rank: int) -> bool:
-    """Return whether `owner`, which has joined a job as `rank`, is this process, has left the job, or has died."""
-    if owner.is_process(this_process()) or has_left(store, rank):
+    if owner is None:
+        return False
+    if owner.is_process(me) or has_left(store, rank):
         return True
     died = dead_among([owner])
     forget([owner])
+    if not died and times_settled(store, rank):
+        raise UsageError(
+            f"rank {rank} is claimed by two processes, {owner.where}, whose job {where} has started, and {me.where}; "
+            f"give each process its own rank, and each job its own {what}"
+        )
     return bool(died)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ..errors import AbortedError, StoreError
 from ..store import Store
+from ..store.store import limited
 from ..store.waiting import LateWarning
 from ..system.processes import Member, dead_among
 
@@ -62,16 +63,14 @@ class StoreLease:
             gone: ranks that are known to be dead.
             exit_reason: why this rank leaves. Ranks that wait for this rank to make a group raise an error with it.
         """
-        before = self.store.timeout  # restored below, because the store may be the user's
         try:
             if self.rank == 0:
                 self._await_others(min(grace, _INTERRUPTED_SECONDS) if self._interrupted else grace, gone)
-            self.store.set_timeout(min(before.total_seconds(), _PUBLISH_SECONDS))
-            with suppress(StoreError):  # the store is gone or out of reach
-                self.store.set(f"exit_reason/{self.rank}", exit_reason)
-            self._count(_LEFT)
+            with limited(self.store, _PUBLISH_SECONDS):
+                with suppress(StoreError):  # the store is gone or out of reach
+                    self.store.set(f"exit_reason/{self.rank}", exit_reason)
+                self._count(_LEFT)
         finally:
-            self.store.set_timeout(before)
             self.close_store()
 
     def _await_others(self, grace: float, gone: Iterable[Member]) -> None:

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from .. import errors
 from ..errors import AbortedError, FastcollError, GroupError, PeerDiedError, RendezvousError, StoreError
-from ..store.store import StalledError, Store, listed
+from ..store.store import StalledError, Store, limited, listed
 from ..store.table import MAX_KEYS_PER_REQUEST
 from ..store.waiting import LateWarning, fetch_for
 from ..system.processes import Member, ProcessId, forget, types_of
@@ -247,14 +247,10 @@ class Meeting:
             return
         ranks = error.ranks if isinstance(error, GroupError) else ()
         record = json.dumps({"kind": type(error).__name__, "text": text, "ranks": list(ranks)}).encode()
-        before = self.store.timeout
-        self.store.set_timeout(min(before.total_seconds(), _PUBLISH_SECONDS))
-        try:
-            with suppress(StoreError):  # the store's server is stopped, or gone, which all members detect
-                if not self._end.decide(FAILED, record):
-                    self._late.decide(FAILED, record)
-        finally:
-            self.store.set_timeout(before)
+        # StoreError: the store's server is stopped, or gone, which all members detect.
+        with limited(self.store, _PUBLISH_SECONDS), suppress(StoreError):
+            if not self._end.decide(FAILED, record):
+                self._late.decide(FAILED, record)
 
     def left(self) -> float:
         """Return the seconds until the timeout."""

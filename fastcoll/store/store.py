@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -253,6 +254,17 @@ def limit_of(store: Store, timeout: Timeout = None) -> float:
     if not 0 <= limit <= MOST_SECONDS:
         raise UsageError(f"a store's timeout is 0 to {MOST_SECONDS:g} s, got {timeout!r}")
     return limit
+
+
+@contextmanager
+def limited(store: Store, most: float) -> Iterator[None]:
+    """Limit the store's timeout to `most` seconds in a `with` block, for a process that leaves."""
+    before = store.timeout
+    store.set_timeout(min(before.total_seconds(), most))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)
 
 
 def tries(limit: float, first: float = 0.001, most: float = 0.05, growth: float = 2.0) -> Iterator[None]:
