@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..errors import message_of
 from .futures import Future
 
 if TYPE_CHECKING:
@@ -108,7 +109,11 @@ def _end(span: Span, error: BaseException | None) -> None:
     if error is not None:
         from opentelemetry.trace import Status, StatusCode
 
-        span.record_exception(error)
-        span.set_status(Status(StatusCode.ERROR, str(error)))
-        span.set_attribute("error.type", f"{type(error).__module__}.{type(error).__qualname__}")
+        kind, text = f"{type(error).__module__}.{type(error).__qualname__}", message_of(error)
+        try:
+            span.record_exception(error)
+        except Exception:  # that of the error's own `__str__`
+            span.add_event("exception", {"exception.type": kind, "exception.message": text})
+        span.set_status(Status(StatusCode.ERROR, text))
+        span.set_attribute("error.type", kind)
     span.end()

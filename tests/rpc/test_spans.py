@@ -69,6 +69,15 @@ def fail() -> None:
     raise KeyError("absent")
 
 
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("no text")
+
+
+def fail_without_text() -> None:
+    raise UnprintableError
+
+
 @rpc.functions.async_execution
 def later(to: str) -> rpc.Future[int]:
     return rpc.rpc_async(to, operator.add, args=(1, 2))
@@ -104,9 +113,12 @@ def test_exceptions_are_recorded_in_both_spans(worker: int) -> None:
         for each in (client, server):
             assert each[4]["error.type"] == "builtins.KeyError"
             assert each[5:] == (StatusCode.ERROR.name, ["KeyError"])
+        with pytest.raises(UnprintableError):
+            rpc.rpc_sync("w1", fail_without_text)
+        assert spans_of("CLIENT", 3)[-1][6] == [f"{__name__}.UnprintableError"]
         with pytest.raises(fastcoll.UsageError, match="there is no worker"):
             rpc.rpc_sync("nobody", fail)
-        assert spans_of("CLIENT", 3)[-1][6] == ["fastcoll.errors.UsageError"]
+        assert spans_of("CLIENT", 4)[-1][6] == ["fastcoll.errors.UsageError"]
 
 
 @pytest.mark.ranks(2)
