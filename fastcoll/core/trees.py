@@ -177,7 +177,8 @@ def rebuilt(x: Any, arrays: Iterator[Any]) -> Any:
         return None
     if isinstance(x, dict):
         new = copy.copy(x)
-        new.update({key: rebuilt(x[key], arrays) for key in _keys(x)})
+        for key in _keys(x):
+            new[key] = rebuilt(x[key], arrays)  # a Counter's `update` would add
         return new
     if isinstance(x, list | tuple):
         items = [rebuilt(y, arrays) for y in x]

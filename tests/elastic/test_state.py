@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter, defaultdict
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,17 @@ def test_arrays_are_kept_and_restored_in_place() -> None:
     assert view.tolist() == [1, 1]
     with pytest.raises(AttributeError, match="the state has no 'new'; it has"):
         _ = state.new
+
+
+def test_dicts_of_other_types_keep_their_values() -> None:
+    counts, groups = Counter(a=1, b=2), defaultdict(list, a=[1])
+    state: Any = State(counts=counts, groups=groups)
+    state.commit()
+    state.counts["a"] += 5
+    state.restore()
+    state.groups["b"].append(2)
+    assert (state.counts, state.groups) == (Counter(a=1, b=2), {"a": [1], "b": [2]})
+    assert type(state.counts) is Counter
 
 
 def test_read_only_arrays_and_new_shapes() -> None:
