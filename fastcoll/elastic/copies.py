@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +26,18 @@ def is_array(x: Any) -> bool:
     return (type(x) is np.ndarray and not x.dtype.hasobject) or _is_tensor(x)
 
 
-def copied(tree: Tree, into: Tree = None) -> Tree:
-    """Return a copy of a tree. Each array is copied into the array at the same path of `into`, if both are alike."""
+Writes = Callable[[], None]
+"""A function that copies arrays into existing ones. It may be called again if an exception has ended it."""
+
+
+def copied(tree: Tree, into: Tree = None) -> tuple[Tree, Writes]:
+    """Return a copy of a tree, and a function to call next, which writes the arrays that are copied in place.
+
+    Each array is copied into the array at the same path of `into`, if both are alike. No array of `into` changes before
+    the function is called, because other values may turn out to be impossible to copy.
+    """
     buffers, copies, memo = _Buffers(into), dict[int, Any](), dict[int, Any]()
+    pairs: list[tuple[Any, Any]] = []
 
     def copy_of(path: tuple[Any, ...], x: Any) -> Any:
         if not is_array(x):
@@ -36,14 +46,19 @@ def copied(tree: Tree, into: Tree = None) -> Tree:
             buffer = buffers.take(path, tuple(x.shape), x.dtype, _device(x))
             if buffer is None:
                 buffer = x.detach().clone() if _is_tensor(x) else x.copy()
-            elif _is_tensor(x):
-                buffer.detach().copy_(x.detach())
             else:
-                np.copyto(buffer, x)
+                pairs.append((buffer, x))
             copies[id(x)] = buffer
         return copies[id(x)]
 
-    return rebuilt(tree, iter([copy_of(path, x) for path, x in flat(tree)]))
+    def write() -> None:
+        for buffer, x in pairs:
+            if _is_tensor(x):
+                buffer.detach().copy_(x.detach())
+            else:
+                np.copyto(buffer, x)
+
+    return rebuilt(tree, iter([copy_of(path, x) for path, x in flat(tree)])), write
 
 
 @dataclass(frozen=True)

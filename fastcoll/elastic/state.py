@@ -45,7 +45,8 @@ class State:
             )
         vars(self).update(values)
         self._at_commit: Callable[[], None] | None = None
-        self._kept: dict[str, Tree] = copied(self._trees())
+        self._kept: dict[str, Tree] = {}
+        self._keep()
 
     def __getattr__(self, name: str) -> Any:  # lets type checkers accept any attribute
         raise AttributeError(f"the state has no {name!r}; it has {', '.join(self._trees())}")
@@ -59,13 +60,15 @@ class State:
         Raises:
             GroupError: a rank has died; the current values are kept nevertheless.
         """
-        self._kept = copied(self._trees(), self._kept)
+        self._keep()
         if self._at_commit is not None:
             self._at_commit()
 
     def restore(self) -> None:
         """Set all values to those of the last commit, arrays in place; remove attributes that were added since."""
-        self._put(copied(self._kept, self._trees()))
+        trees, write = copied(self._kept, self._trees())
+        write()
+        self._put(trees)
 
     def sync(self, src: int = 0) -> None:
         """Set the values of all ranks to those of rank `src`, and commit them; collective. Arrays are set in place.
@@ -87,11 +90,22 @@ class State:
             broadcast(arrays, src)
         if not is_source:
             self._put(mine)
-        self._kept = copied(self._trees(), self._kept)
+        self._keep()
 
     def at_commit(self, call: Callable[[], None] | None) -> None:
         """Set the function that is called at the end of each commit; None: no function."""
         self._at_commit = call
+
+    def _keep(self) -> None:
+        """Keep a copy of all current values. After an exception, the whole new copy is kept, or the whole old one."""
+        kept, write = copied(self._trees(), self._kept)
+        try:
+            self._kept = kept
+            write()
+        except BaseException:
+            self._kept = kept
+            write()
+            raise
 
     def _trees(self) -> dict[str, Tree]:
         values = {name: value for name, value in vars(self).items() if not name.startswith("_")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections import Counter, defaultdict
 from typing import Any
@@ -13,10 +14,16 @@ import torch
 
 import fastcoll as dist
 from fastcoll import UsageError
-from fastcoll.elastic import State
-from fastcoll.elastic.copies import copied, with_buffers, without_arrays
+from fastcoll.elastic import State, copies
+from fastcoll.elastic.copies import with_buffers, without_arrays
 
 Dice = random.Random
+
+
+def copied(tree: Any, into: Any = None) -> Any:
+    made, write = copies.copied(tree, into)
+    write()
+    return made
 
 
 def a_tree(dice: Dice, deep: int = 3) -> Any:
@@ -175,6 +182,39 @@ def test_a_value_that_cannot_be_copied_is_an_error() -> None:
         State(sync=1)
     with pytest.raises(TypeError):
         State(made=(x for x in range(3)))
+
+
+def test_a_failed_commit_keeps_the_commit_before_it() -> None:
+    state: Any = State(w=np.zeros(2), step=0)
+    state.w += 1
+    state.step += 1
+    state.zone = (x for x in range(3))
+    with pytest.raises(TypeError, match="generator"):
+        state.commit()
+    state.restore()
+    assert (state.w.tolist(), state.step, hasattr(state, "zone")) == ([0, 0], 0, False)
+
+
+def test_an_interrupted_commit_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes after the first array."""
+    state: Any = State(v=np.zeros(2), w=np.zeros(2), step=0)
+    state.v += 1
+    state.w += 1
+    state.step += 1
+    copyto, calls = np.copyto, itertools.count(1)
+
+    def interrupted(buffer: Any, x: Any) -> None:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        copyto(buffer, x)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "copyto", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            state.commit()
+    state.v += 7
+    state.restore()
+    assert (state.v.tolist(), state.w.tolist(), state.step) == ([1, 1], [1, 1], 1)
 
 
 @pytest.mark.long
