@@ -5,7 +5,7 @@ A commit keeps a copy of the values. After the ranks have changed, all ranks get
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ..api.collectives import broadcast
@@ -46,10 +46,11 @@ class State:
         vars(self).update(values)
         self._at_commit: Callable[[], None] | None = None
         self._kept: dict[str, Tree] = {}
+        self._loaders: dict[str, Any] = {}  # the objects that had a `state_dict` at the last commit
         self._keep()
 
     def __getattr__(self, name: str) -> Any:  # lets type checkers accept any attribute
-        raise AttributeError(f"the state has no {name!r}; it has {', '.join(self._trees())}")
+        raise AttributeError(f"the state has no {name!r}; it has {', '.join(self._values())}")
 
     def commit(self) -> None:
         """Keep a copy of the current values, from which training continues if a rank dies.
@@ -66,9 +67,10 @@ class State:
 
     def restore(self) -> None:
         """Set all values to those of the last commit, arrays in place; remove attributes that were added since."""
+        vars(self).update(self._loaders)  # others may have replaced them since
         trees, write = copied(self._kept, self._trees())
         write()
-        self._put(trees)
+        self._put(trees, self._loaders)
 
     def sync(self, src: int = 0) -> None:
         """Set the values of all ranks to those of rank `src`, and commit them; collective. Arrays are set in place.
@@ -77,19 +79,21 @@ class State:
             src: a rank of the default group.
 
         Raises:
-            UsageError: a value cannot be pickled; the other ranks raise MismatchError.
+            UsageError: a value cannot be pickled; the other ranks raise MismatchError. Or rank `src` has an object with
+                `load_state_dict`, and this rank has none of that name.
             GroupError: a rank has died. Arrays may be partly written; call `restore` to set the last committed values.
         """
         mine, is_source = self._trees(), get_rank() == whole("src", src)
         skeleton, arrays = without_arrays(mine) if is_source else (None, [])
-        box = [skeleton]
+        box = [(skeleton, [name for name, value in self._values().items() if _loads(value)])]
         broadcast_object_list(box, src)
+        skeleton, loaders = box[0]
         if not is_source:
-            mine, arrays = with_buffers(box[0], mine)
+            mine, arrays = with_buffers(skeleton, mine)
         if arrays:
             broadcast(arrays, src)
         if not is_source:
-            self._put(mine)
+            self._put(mine, loaders)
         self._keep()
 
     def at_commit(self, call: Callable[[], None] | None) -> None:
@@ -99,27 +103,38 @@ class State:
     def _keep(self) -> None:
         """Keep a copy of all current values. After an exception, the whole new copy is kept, or the whole old one."""
         kept, write = copied(self._trees(), self._kept)
+        loaders = {name: value for name, value in self._values().items() if _loads(value)}
         try:
-            self._kept = kept
+            self._kept, self._loaders = kept, loaders
             write()
         except BaseException:
-            self._kept = kept
+            self._kept, self._loaders = kept, loaders
             write()
             raise
 
-    def _trees(self) -> dict[str, Tree]:
-        values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return {name: value.state_dict() if _loads(value) else value for name, value in values.items()}
+    def _values(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
-    def _put(self, trees: dict[str, Tree]) -> None:
-        for name in self._trees().keys() - trees.keys():
+    def _trees(self) -> dict[str, Tree]:
+        return {
+            name: value.state_dict() if _loads(value) else value for name, value in self._values().items()
+        }
+
+    def _put(self, trees: dict[str, Tree], loaders: Collection[str]) -> None:
+        """Set all values; the objects named in `loaders` load theirs."""
+        for name in self._values().keys() - trees.keys():
             delattr(self, name)
         for name, tree in trees.items():
             value: Any = vars(self).get(name)
-            if _loads(value):
+            if name not in loaders:
+                setattr(self, name, tree)
+            elif _loads(value):
                 value.load_state_dict(tree)
             else:
-                setattr(self, name, tree)
+                raise UsageError(
+                    f"the state's {name} is a {type(value).__name__} here, and an object with load_state_dict on "
+                    "the rank with the state; make this object before the state is copied, on all ranks"
+                )
 
 
 def _loads(value: Any) -> bool:

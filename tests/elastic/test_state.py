@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 from collections import Counter, defaultdict
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 import fastcoll as dist
 from fastcoll import UsageError
-from fastcoll.elastic import State, copies
+from fastcoll.elastic import Sampler, State, copies
 from fastcoll.elastic.copies import with_buffers, without_arrays
 
 Dice = random.Random
@@ -184,6 +185,19 @@ def test_a_value_that_cannot_be_copied_is_an_error() -> None:
         State(made=(x for x in range(3)))
 
 
+def test_objects_with_a_state_dict_that_were_replaced_or_removed_return() -> None:
+    first, other = Sampler(5, 2), Sampler(6, 2)
+    state: Any = State(replaced=first, removed=first, emptied=first, made=None)
+    first.position = 4
+    state.commit()
+    first.position = 0
+    state.replaced, state.emptied, state.made = other, None, other
+    del state.removed
+    state.restore()
+    assert state.replaced is state.removed is state.emptied is first
+    assert (first.position, other.position, state.made) == (4, 0, None)
+
+
 def test_a_failed_commit_keeps_the_commit_before_it() -> None:
     state: Any = State(w=np.zeros(2), step=0)
     state.w += 1
@@ -260,5 +274,18 @@ def test_a_value_that_cannot_be_pickled_is_an_error_on_all_ranks() -> None:
     if dist.get_rank() == 0:
         state.x = lambda: 1
     with pytest.raises(UsageError, match="pickle"):
+        state.sync(0)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_an_object_that_a_rank_lacks_is_an_error_there() -> None:
+    """Another object with a `state_dict` than the source has none is replaced by the value of the source."""
+    source = dist.get_rank() == 0
+    state: Any = State(w=np.full(2, dist.get_rank()), late=None if source else Sampler(5, 2))
+    state.sync(0)
+    assert state.late is None
+    state.late = Sampler(5, 2) if source else None
+    with nullcontext() if source else pytest.raises(UsageError, match="the state's late is a NoneType here"):
         state.sync(0)
     dist.barrier()
