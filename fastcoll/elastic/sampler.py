@@ -27,7 +27,7 @@ class Sampler:
         n: the number of samples.
         batch: the number of samples in a step, over all ranks; the last step of an epoch may have fewer.
         shuffle: whether each epoch has a new random order; False: the order is 0 to n - 1.
-        seed: the seed of the random orders, the same on all ranks.
+        seed: the seed of the random orders, 0 or more, the same on all ranks; `run` gives all ranks that of rank 0.
 
     Attributes:
         epoch: the current epoch, from 0.
@@ -35,7 +35,7 @@ class Sampler:
         count: the number of samples in the current step, over all ranks: the divisor for averages over the step.
 
     Raises:
-        UsageError: `n` or `batch` is not positive.
+        UsageError: `n` or `batch` is not positive, or `seed` is negative.
 
     Examples:
         >>> while state.sampler.epoch < 10:
@@ -49,6 +49,8 @@ class Sampler:
         if min(self._n, self._batch) < 1:
             raise UsageError(f"n is {n} and batch is {batch}; give at least 1 of each")
         self._shuffle, self._seed = bool(shuffle), whole("seed", seed)
+        if self._seed < 0:
+            raise UsageError(f"seed is {seed}; give 0 or more")
         self.epoch = self.position = self.count = 0
 
     def __iter__(self) -> Iterator[Indices]:
@@ -69,11 +71,12 @@ class Sampler:
         self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and the position, and `n` and `batch`, which `load_state_dict` compares."""
-        return {"n": self._n, "batch": self._batch, "epoch": self.epoch, "position": self.position}
+        """Return the epoch, the position and what determines the order; `load_state_dict` compares `n` and `batch`."""
+        order = {"n": self._n, "batch": self._batch, "shuffle": self._shuffle, "seed": self._seed}
+        return order | {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the epoch and position in a `state_dict`.
+        """Continue at the epoch and position in a `state_dict`, in its order of samples.
 
         Raises:
             UsageError: the `state_dict` comes from a sampler with another number of samples or another batch.
@@ -83,4 +86,5 @@ class Sampler:
                 f"a sampler of {self._n} samples in steps of {self._batch} cannot load the state of a sampler of "
                 f"{state['n']} samples in steps of {state['batch']}"
             )
+        self._shuffle, self._seed = state.get("shuffle", self._shuffle), state.get("seed", self._seed)
         self.epoch, self.position = state["epoch"], state["position"]

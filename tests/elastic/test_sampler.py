@@ -73,7 +73,20 @@ def test_orders() -> None:
     assert [step.tolist() for step in Sampler(5, 2, shuffle=False)] == [[0, 1], [2, 3], [4]]
 
 
+@pytest.mark.parametrize("wrong", [{"seed": 2}, {"shuffle": False}])
+def test_the_order_of_a_loaded_state_continues(wrong: dict[str, Any]) -> None:
+    """Otherwise an epoch that goes on in another order, or on a rank with another seed, takes samples twice."""
+    whole, first = Sampler(20, 5, seed=1), Sampler(20, 5, seed=1)
+    wanted = [step.tolist() for step in whole]
+    next(iter(first))
+    rest = Sampler(20, 5, **wrong)
+    rest.load_state_dict(first.state_dict())
+    assert [step.tolist() for step in rest] == wanted[1:]
+
+
 def test_wrong_arguments() -> None:
+    with pytest.raises(UsageError, match="seed is -1; give 0 or more"):
+        Sampler(3, 1, seed=-1)
     for n, batch in ((0, 1), (1, 0), (1.5, 1)):
         with pytest.raises(UsageError):
             Sampler(n, batch)  # type: ignore[arg-type]
