@@ -106,7 +106,8 @@ def run(
         max_ranks: joiners wait while there are this many ranks; None: no limit.
         max_restarts: how often `train` is called again after deaths; the GroupError of the next death is raised. None:
             no limit.
-        on_change: called on all ranks with the old and the new number of ranks, when all ranks have the state.
+        on_change: called on all ranks with the old and the new number of ranks, when all ranks have the state. Values
+            of the state that it sets count as committed.
         store: HOST:PORT of a store that outlives the ranks and holds the join queue, the same on all ranks; None:
             FASTCOLL_ELASTIC, which the launcher sets. Without a store there are no joiners.
 
@@ -184,7 +185,6 @@ class _Run:
                 raise UsageError(f"min_ranks is {self._terms.min_ranks}, and there are {size}")
             self._is_joiner = current_job().is_joiner
             self._state.commit()  # a death before the function's first commit restores these values
-            self._state.at_commit(self._admit_at_commit)
             while True:
                 try:
                     return self._round(train)
@@ -213,7 +213,9 @@ class _Run:
             raise SystemExit(0) from None
 
     def _round(self, train: Callable[[], T]) -> T:
+        self._state.at_commit(None)  # commits admit joiners only inside the function
         self._agree()
+        self._state.at_commit(self._admit_at_commit)
         if self._admits():
             with suppress(StoreError):
                 self._join_queue()  # opens the queue again if an earlier run has shut it
@@ -253,9 +255,11 @@ class _Run:
             raise self._displaced(others, where)
         self._state.sync(source)
         self._has_state, self._grows = True, all(finds)
-        before, self._size, self._restarts = sizes[source], size, restarts[source]
+        before, self._size, self._restarts = sizes[source], sizes[source], restarts[source]
         if before not in (0, size) and self._terms.on_change is not None:
             self._terms.on_change(before, size)
+            self._state.commit()  # a death before the next commit must not undo what it has set for this size
+        self._size = size
 
     def _displaced(self, ranks: Sequence[int], what: str) -> FastcollError:
         """Return this rank's error for a round in which joiners are at another point of the program than the others.

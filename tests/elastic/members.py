@@ -102,18 +102,23 @@ def take_part(rank: int, n: int, url: str, address: str, course: Course) -> dict
         elastic.run(lambda state: None)(elastic.State(step=0))
     with dist.TCPStore("127.0.0.1", int(address.rpartition(":")[2]), timeout=LONG) as board:
         state: Any = elastic.State(
-            w=np.zeros(1, np.int64), step=0, enough=False, sampler=elastic.Sampler(N, BATCH, seed=5)
+            w=np.zeros(1, np.int64), step=0, enough=False, rate=n, sampler=elastic.Sampler(N, BATCH, seed=5)
         )
-        options = {"on_change": lambda old, new: seen["changes"].append((old, new)), **course.options}
+
+        def change(old: int, new: int) -> None:
+            seen["changes"].append((old, new))
+            state.rate *= new / old
+
+        options = {"on_change": change, **course.options}
         try:
             elastic.run(_train, **options)(state, course, board, seen)
         except KeyboardInterrupt as error:
             seen["error"] = repr(error)
-    seen |= {"w": int(state.w[0]), "step": state.step, "size": None}
+    seen |= {"w": int(state.w[0]), "step": state.step, "rate": round(state.rate), "size": None}
     if dist.is_initialized():
         seen["size"] = dist.get_world_size()
         dist.destroy_process_group()
-    del state
+    state = None
     return seen | {"left": lasting(before.growth)}
 
 

@@ -26,6 +26,7 @@ def check(outcome: crew.Outcome, steps: int | None = None) -> dict[str, Any]:
     result: dict[str, Any] = outcome.result
     assert steps is None or result["step"] == steps
     assert result["w"] == expected(result["step"]), result
+    assert result["rate"] == result["size"], result
     assert result["left"] == [], result
     return result
 
@@ -50,6 +51,13 @@ def test_ranks_die_until_one_is_left(backend: str) -> None:
     result = check(ends[2], STEPS)
     assert result["changes"] == [(4, 3), (3, 2), (2, 1)]
     assert result["turns"] == [(0, 2, 4), (3, 1, 3), (11, 0, 2), (12, 0, 1)]
+
+
+def test_what_a_change_sets_survives_a_death_before_the_next_commit() -> None:
+    with crew.nothing_left(), Crowd() as crowd:
+        crowd.begin(3, Course(die={(3, 3): (2, "kill"), (3, 2): (1, "kill")}))
+        result = check(crowd.end_of(0), STEPS)
+    assert (result["changes"], result["rate"]) == ([(3, 2), (2, 1)], 1)
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp", "auto"])
