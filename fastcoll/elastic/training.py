@@ -171,7 +171,8 @@ class _Run:
         self._address: str = config.get("FASTCOLL_ELASTIC") if terms.store is None else terms.store
         # _grows: whether joiners are possible, because every rank has the address of a store.
         self._has_state, self._grows, self._is_joiner = False, False, False
-        self._size = self._restarts = 0  # number of ranks when the state was last copied; restarts so far
+        # Number of ranks when the state was last copied, or at the beginning, 0 for a joiner; restarts so far.
+        self._size = self._restarts = 0
         self._found: JoinQueue | None = None
         self._next_look, self._at_once = 0.0, _MOST_AT_ONCE
 
@@ -184,6 +185,7 @@ class _Run:
             if (size := groups.world.size) < self._terms.min_ranks:
                 raise UsageError(f"min_ranks is {self._terms.min_ranks}, and there are {size}")
             self._is_joiner = current_job().is_joiner
+            self._size = 0 if self._is_joiner else size
             self._state.commit()  # a death before the function's first commit restores these values
             while True:
                 try:
@@ -254,9 +256,10 @@ class _Run:
             )
             raise self._displaced(others, where)
         self._state.sync(source)
+        barrier()  # a joiner may be unable to load the state
         self._has_state, self._grows = True, all(finds)
         before, self._size, self._restarts = sizes[source], sizes[source], restarts[source]
-        if before not in (0, size) and self._terms.on_change is not None:
+        if before != size and self._terms.on_change is not None:
             self._terms.on_change(before, size)
             self._state.commit()  # a death before the next commit must not undo what it has set for this size
         self._size = size
@@ -272,7 +275,8 @@ class _Run:
 
     def _shrink(self, error: GroupError) -> None:
         """Continue from the last commit with the ranks that are left."""
-        self._restarts += 1
+        if groups.world.size <= self._size:  # else joiners have not copied the state yet, and one was lost
+            self._restarts += 1
         least, most = self._terms.min_ranks, self._terms.max_restarts
         if most is not None and self._restarts > most:
             raise type(error)(f"{error} (after {most} restarts, the most)", error.ranks) from error

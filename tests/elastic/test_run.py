@@ -193,13 +193,31 @@ def test_joiners_that_are_left_without_the_state_raise() -> None:
     [(0, True, "MismatchError"), (1, False, "these are in run 1 of their program, and not in run 2")],
 )
 def test_a_joiner_at_another_point_of_its_program_leaves(runs: int, early: bool, text: str) -> None:
-    course = replace(UNTIL_ENOUGH, runs=runs)
+    course = replace(UNTIL_ENOUGH, options={"max_restarts": 0}, runs=runs)  # it counts as no restart
     with crew.nothing_left(), Crowd() as crowd:
         crowd.begin(2, course)
         crowd.has_joined(0)
         assert text in crowd.end_of(crowd.joiner(replace(course, runs=0, early=early))).error
         crowd.await_size(2)
         finish(crowd, (0, 1), 2)
+
+
+def test_a_joiner_that_cannot_load_the_state_leaves() -> None:
+    course = replace(UNTIL_ENOUGH, options={"max_restarts": 0})
+    unfit = replace(course, at=("fastcoll.elastic.sampler:Sampler.load_state_dict", "raise", 1))
+    with crew.nothing_left(), Crowd() as crowd:
+        crowd.begin(2, course)
+        crowd.has_joined(0)
+        assert "the data has a hole" in crowd.end_of(crowd.joiner(unfit)).error
+        crowd.await_size(2)
+        assert [result["changes"] for result in finish(crowd, (0, 1), 2)] == [[], []]
+
+
+def test_a_death_between_two_runs_is_a_change() -> None:
+    course = Course(runs=1)
+    with crew.nothing_left(), Crowd() as crowd:
+        crowd.begin(2, course, rank1=replace(course, at=("fastcoll.elastic.training:_Run.run", "kill", 2)))
+        assert check(crowd.end_of(0), STEPS)["changes"] == [(2, 1)]
 
 
 def test_a_refused_joiner_keeps_no_other_out() -> None:
