@@ -196,6 +196,11 @@ def message_of(error: BaseException) -> str:
         return "<exception str() failed>"  # Python's words in a traceback
 
 
+def encodable(text: str) -> str:
+    """Escape what UTF-8 cannot encode: the surrogates that Python puts into file names that are not UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def reduced(error: BaseException) -> tuple[Any, ...] | None:
     """Return the arguments with which `rebuilt` copies an exception; None if its class defines its own pickling.
 

@@ -17,7 +17,7 @@ from typing import Any, cast, final
 import numpy as np
 
 from ..arrays.arrays import ImportedArray, OnDeviceError, finish_all, import_array, import_list
-from ..errors import AbortedError, GroupError, UnavailableError, UsageError
+from ..errors import AbortedError, GroupError, UnavailableError, UsageError, encodable
 from ..record import dump
 from ..record.recorder import located
 from . import arguments, operands, profiler, trees
@@ -504,7 +504,7 @@ class ProcessGroup:
         """Fail the group now, from any thread: calls under way and pending Works raise on all ranks."""
         if not self.gate.closed:
             here = self.monitor.name(self.rank)
-            self.fail(AbortedError(f"{here} aborted the group {self.name}: {reason}"))
+            self.fail(AbortedError(f"{here} aborted the group {self.name}: {encodable(str(reason))}"))
 
     def fail(self, error: GroupError) -> None:
         """Fail the group with an error, and inform the peers. Any thread may call this."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .. import config
-from ..errors import AbortedError, CollectiveTimeoutError, GroupError, PeerDiedError, message_of
+from ..errors import AbortedError, CollectiveTimeoutError, GroupError, PeerDiedError, encodable, message_of
 from ..record import dump
 from ..record.recorder import GroupRecorder
 from ..system.processes import Member
@@ -54,7 +54,7 @@ def uncaught(error: BaseException | None) -> BaseException | None:
 
 def describe_error(error: BaseException) -> str:
     """Return an error's type, its first line, and the line in the user's own files that raised it (train.py:88)."""
-    text = message_of(error).strip().partition("\n")[0][:_MOST_CHARACTERS]
+    text = encodable(message_of(error)).strip().partition("\n")[0][:_MOST_CHARACTERS]
     import sysconfig  # takes a millisecond, and few programs end with an exception
 
     ours = os.path.dirname(os.path.dirname(__file__)) + os.sep

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import MismatchError
+from ..errors import MismatchError, encodable
 from .gate import Gate
 from .operations import BLOCKS_TO_ONE, KINDS, OPERATIONS, WORD, Kind
 from .reduce_op import CUSTOM, NAMES, ReduceOp
@@ -264,7 +264,7 @@ def _from_all(own: NDArray[Any], size: int, gather: Gather) -> NDArray[Any]:
 
 def write_note(text: str, note: NDArray[Any]) -> None:
     """Write a text into `note`, an array of NOTE_BYTES zeros; cut off a longer text."""
-    data = np.frombuffer(text.encode()[:NOTE_BYTES], np.uint8)
+    data = np.frombuffer(encodable(text).encode()[:NOTE_BYTES], np.uint8)
     note[: data.size] = data
 
 

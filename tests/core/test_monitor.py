@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+import fastcoll as dist
 from fastcoll.core.monitor import FAILED, IN_ORDER, LEAVING, LEFT, Monitor
-from fastcoll.errors import AbortedError, CollectiveTimeoutError, PeerDiedError
+from fastcoll.errors import AbortedError, CollectiveTimeoutError, MismatchError, PeerDiedError, UsageError
 from fastcoll.system.processes import Member
 
 RANKS = (2, 5, 7)  # the global ranks of the group
@@ -65,3 +67,32 @@ def test_a_peers_timeout_is_a_timeout_for_all_ranks_that_it_does_not_blame() -> 
     assert monitor.decide([], "a call").ranks == (5,)
     monitor.blamed = (2,), True
     assert type(monitor.decide([], "a call")) is AbortedError
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_reasons_with_the_name_of_a_file_that_is_not_utf_8_reach_the_others(backend: str) -> None:
+    """Python has a surrogate for each of its bytes that is none."""
+    text, seen, first = "caf\udce9", re.escape("caf\\udce9"), dist.get_rank() == 0
+
+    class Unpicklable:
+        def __reduce__(self) -> str:
+            raise ValueError(text)
+
+    group = dist.new_group([0, 1], backend=backend)
+    with pytest.raises(UsageError if first else MismatchError, match="caf" if first else seen):
+        dist.broadcast_object_list([Unpicklable()], 0, group)
+    group.barrier()
+    try:
+        raise ValueError(text)
+    except ValueError:
+        if first:
+            dist.destroy_process_group(group)
+    if not first:
+        with pytest.raises(AbortedError, match=f"left: ValueError: {seen}"):
+            group.barrier()
+    group = dist.new_group([0, 1], backend=backend)
+    if first:
+        dist.abort(group, text)
+    with pytest.raises(AbortedError, match=seen):
+        group.barrier()
