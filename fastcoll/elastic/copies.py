@@ -1,9 +1,9 @@
 """Copy trees of values into existing memory, and convert them to a form that one rank can send to the others.
 
 A tree is a value, or a nesting of dicts, lists and tuples of values, which are its leaves. There are two kinds of
-leaves. Arrays of NumPy and torch are copied in place and sent separately. Other leaves are copied by `copy.deepcopy`
-and sent by pickle. If an object is in a tree twice, it is one object in the copy too. Each existing array receives the
-copy of at most one object.
+leaves. Arrays of NumPy and dense tensors are copied in place and sent separately. Other leaves are copied by
+`copy.deepcopy`, or `clone` if they are tensors, and sent by pickle. If an object is in a tree twice, it is one object
+in the copy too. Each existing array receives the copy of at most one object.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ Tree = Any
 
 
 def is_array(x: Any) -> bool:
-    """Return whether a leaf is copied in place: an ndarray without objects, or a tensor."""
-    return (type(x) is np.ndarray and not x.dtype.hasobject) or _is_tensor(x)
+    """Return whether a leaf is copied in place: an ndarray without objects, or a dense tensor."""
+    if not _is_tensor(x):
+        return type(x) is np.ndarray and not x.dtype.hasobject
+    torch: Any = sys.modules["torch"]
+    return x.layout is torch.strided and not x.is_quantized
 
 
 Writes = Callable[[], None]
@@ -40,10 +43,10 @@ def copied(tree: Tree, into: Tree = None) -> tuple[Tree, Writes]:
     pairs: list[tuple[Any, Any]] = []
 
     def copy_of(path: tuple[Any, ...], x: Any) -> Any:
-        if not is_array(x):
+        if not is_array(x) and not _is_tensor(x):
             return copy.deepcopy(x, memo)
         if id(x) not in copies:
-            buffer = buffers.take(path, tuple(x.shape), x.dtype, _device(x))
+            buffer = buffers.take(path, tuple(x.shape), x.dtype, _device(x)) if is_array(x) else None
             if buffer is None:
                 buffer = x.detach().clone() if _is_tensor(x) else x.copy()
             else:
@@ -68,7 +71,7 @@ class Slot:
     index: int
     shape: tuple[int, ...]
     dtype: Any
-    is_tensor: bool
+    device: str | None  # the kind of a tensor's device, such as cuda; None for an ndarray
 
 
 def without_arrays(tree: Tree) -> tuple[Tree, list[Any]]:
@@ -79,17 +82,18 @@ def without_arrays(tree: Tree) -> tuple[Tree, list[Any]]:
         if not is_array(x):
             return x
         if id(x) not in slots:
-            slots[id(x)] = Slot(len(arrays), tuple(x.shape), x.dtype, _is_tensor(x))
+            slots[id(x)] = Slot(len(arrays), tuple(x.shape), x.dtype, _device(x))
             arrays.append(x.detach().cpu() if _is_tensor(x) else x)
         return slots[id(x)]
 
     return rebuilt(tree, iter([slot_for(x) for _, x in flat(tree)])), arrays
 
 
-def with_buffers(skeleton: Tree, into: Tree) -> tuple[Tree, list[Any]]:
-    """Replace the slots of `skeleton` by arrays to receive into; return this tree and the list of the arrays.
+def with_buffers(skeleton: Tree, into: Tree) -> tuple[Tree, list[Any], Writes]:
+    """Replace the slots of `skeleton` by arrays; return this tree, arrays to receive into, and a function to call next.
 
-    `skeleton` is a tree from `without_arrays`. An array at the same path of `into` is used if it fits.
+    `skeleton` is a tree from `without_arrays`. An array at the same path of `into` is used if it fits. The arrays to
+    receive into are in host memory; the function copies what they received to tensors on other devices.
     """
     buffers, found = _Buffers(into), dict[int, Any]()
 
@@ -97,14 +101,25 @@ def with_buffers(skeleton: Tree, into: Tree) -> tuple[Tree, list[Any]]:
         if not isinstance(x, Slot):
             return x
         if x.index not in found:
-            torch: Any = sys.modules["torch"] if x.is_tensor else None
-            buffer = buffers.take(path, x.shape, x.dtype, torch and torch.device("cpu"))
-            found[x.index] = (torch or np).empty(x.shape, dtype=x.dtype) if buffer is None else buffer
+            buffer = buffers.take(path, x.shape, x.dtype, x.device)
+            if buffer is None and x.device is not None:
+                torch: Any = sys.modules["torch"]
+                buffer = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            found[x.index] = np.empty(x.shape, x.dtype) if buffer is None else buffer
         return found[x.index]
 
     tree = rebuilt(skeleton, iter([buffer_for(path, x) for path, x in flat(skeleton)]))
-    arrays = [found[index] for index in range(len(found))]
-    return tree, [x.detach() if _is_tensor(x) else x for x in arrays]
+    arrays = [
+        found[index].detach() if _is_tensor(found[index]) else found[index] for index in range(len(found))
+    ]
+    apart = {k: x for k, x in enumerate(arrays) if _device(x) not in (None, "cpu")}
+    rooms = [x.new_empty(x.shape, device="cpu") if k in apart else x for k, x in enumerate(arrays)]
+
+    def write() -> None:
+        for k, x in apart.items():
+            x.copy_(rooms[k])
+
+    return tree, rooms, write
 
 
 class _Buffers:
@@ -121,6 +136,9 @@ class _Buffers:
             return None
         if _device(x) != device or (type(x) is np.ndarray and not x.flags.writeable):
             return None
+        strides = x.stride() if _is_tensor(x) else x.strides
+        if any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True)):
+            return None  # its elements share memory, as after `expand`
         self._taken.add(id(x))
         return x
 
@@ -130,5 +148,5 @@ def _is_tensor(x: Any) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
-def _device(x: Any) -> Any:
-    return x.device if _is_tensor(x) else None
+def _device(x: Any) -> str | None:
+    return x.device.type if _is_tensor(x) else None

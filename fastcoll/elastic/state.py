@@ -88,11 +88,13 @@ class State:
         box = [(skeleton, [name for name, value in self._values().items() if _loads(value)])]
         broadcast_object_list(box, src)
         skeleton, loaders = box[0]
+        write = None
         if not is_source:
-            mine, arrays = with_buffers(skeleton, mine)
+            mine, arrays, write = with_buffers(skeleton, mine)
         if arrays:
             broadcast(arrays, src)
-        if not is_source:
+        if write is not None:
+            write()
             self._put(mine, loaders)
         self._keep()
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 import random
 from collections import Counter, defaultdict
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,9 +68,10 @@ def test_a_copy_is_equal_and_shares_nothing_with_any_target() -> None:
         before = copy.deepcopy(tree)
         skeleton, arrays = without_arrays(tree)
         assert not arrays_in(skeleton)
-        sent, rooms = with_buffers(skeleton, copy.deepcopy(into))
+        sent, rooms, write = with_buffers(skeleton, copy.deepcopy(into))
         for room, x in zip(rooms, arrays, strict=True):
             room[...] = x
+        write()
         made = copied(tree, into)
         assert same(sent, before), seed
         assert same(made, before), seed
@@ -155,6 +158,37 @@ def test_read_only_arrays_and_new_shapes() -> None:
     state.grows = np.ones(4)
     state.restore()
     assert (state.fixed.tolist(), state.grows.tolist()) == ([0, 1, 2], [0])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # compressed and quantized tensors may change in torch
+def test_tensors_that_are_no_plain_memory() -> None:
+    """Expanded tensors share elements, and torch cannot copy into sparse or quantized ones of another structure."""
+    line, eye = torch.zeros(1), torch.eye(3)
+    coded = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.quint8)
+    state: Any = State(wide=line.expand(3), sparse=eye.to_sparse(), rows=eye.to_sparse_csr(), coded=coded)
+    line += 1
+    state.sparse, state.rows, state.coded = state.sparse * 2, None, None
+    state.restore()
+    assert state.wide.tolist() == [0, 0, 0]
+    assert torch.equal(state.sparse.to_dense(), eye)
+    assert torch.equal(state.rows.to_dense(), eye)
+    assert state.coded.dequantize().tolist() == [1, 1]
+    skeleton, arrays = without_arrays({"wide": line.expand(3), "sparse": eye.to_sparse(), "coded": coded})
+    assert len(arrays) == 1
+    sent, rooms, _ = with_buffers(pickle.loads(pickle.dumps(skeleton)), {"wide": line.expand(3)})
+    assert rooms[0].stride() == (1,)
+    assert torch.equal(sent["sparse"].to_dense(), eye)
+
+
+def test_tensors_stay_on_their_devices() -> None:
+    """The device meta, whose tensors have no memory, stands for a GPU."""
+    here, there = torch.arange(3.0), torch.empty(3, device="meta")
+    skeleton, _ = without_arrays({"x": here, "y": here + 1})
+    slots = {name: replace(slot, device="meta") for name, slot in skeleton.items()}
+    sent, rooms, write = with_buffers(slots, {"x": there})
+    assert sent["x"] is there
+    assert [x.device.type for x in (*rooms, sent["y"])] == ["cpu", "cpu", "meta"]
+    write()
 
 
 def test_torch_modules_and_optimizers() -> None:
