@@ -21,12 +21,35 @@ from ..core.trees import flat, rebuilt
 Tree = Any
 
 
+Path = tuple[Any, ...]
+"""The keys and indices that lead to a value in a tree."""
+
+
 def is_array(x: Any) -> bool:
     """Return whether a leaf is copied in place: an ndarray without objects, or a dense tensor."""
     if not _is_tensor(x):
         return type(x) is np.ndarray and not x.dtype.hasobject
     torch: Any = sys.modules["torch"]
     return x.layout is torch.strided and not x.is_quantized
+
+
+def replaced(tree: Tree, replacement: Callable[[Path, Any], Any], path: Path = ()) -> Tree:
+    """Return a copy of a tree with `replacement(path, x)` in place of each x, a leaf or a dict, list or tuple.
+
+    If the replacement of a dict, list or tuple is itself, the values inside it are replaced.
+    """
+    new = replacement(path, tree)
+    if new is not tree:
+        return new
+    if isinstance(tree, dict):
+        new = copy.copy(tree)
+        for key, x in tree.items():
+            new[key] = replaced(x, replacement, (*path, key))
+        return new
+    if isinstance(tree, list | tuple):
+        items = [replaced(x, replacement, (*path, index)) for index, x in enumerate(tree)]
+        return tree._make(items) if hasattr(tree, "_make") else type(tree)(items)  # a namedtuple
+    return tree
 
 
 Writes = Callable[[], None]
@@ -42,7 +65,7 @@ def copied(tree: Tree, into: Tree = None) -> tuple[Tree, Writes]:
     buffers, copies, memo = _Buffers(into), dict[int, Any](), dict[int, Any]()
     pairs: list[tuple[Any, Any]] = []
 
-    def copy_of(path: tuple[Any, ...], x: Any) -> Any:
+    def copy_of(path: Path, x: Any) -> Any:
         if not is_array(x) and not _is_tensor(x):
             return copy.deepcopy(x, memo)
         if id(x) not in copies:
@@ -97,7 +120,7 @@ def with_buffers(skeleton: Tree, into: Tree) -> tuple[Tree, list[Any], Writes]:
     """
     buffers, found = _Buffers(into), dict[int, Any]()
 
-    def buffer_for(path: tuple[Any, ...], x: Any) -> Any:
+    def buffer_for(path: Path, x: Any) -> Any:
         if not isinstance(x, Slot):
             return x
         if x.index not in found:
@@ -129,7 +152,7 @@ class _Buffers:
         self._at = {path: x for path, x in flat(tree) if is_array(x)}
         self._taken: set[int] = set()
 
-    def take(self, path: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+    def take(self, path: Path, shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
         """Return the array at a path if it is free and has this shape, dtype and device; else None."""
         x = self._at.get(path)
         if x is None or id(x) in self._taken or (tuple(x.shape), x.dtype) != (shape, dtype):

@@ -5,7 +5,7 @@ A commit keeps a copy of the values. After the ranks have changed, all ranks get
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from ..api.collectives import broadcast
@@ -13,13 +13,13 @@ from ..api.objects import broadcast_object_list
 from ..core.operands import whole
 from ..errors import UsageError
 from ..job.groups import get_rank
-from .copies import Tree, copied, with_buffers, without_arrays
+from .copies import Path, Tree, copied, replaced, with_buffers, without_arrays
 
 
 class State:
     """Values that survive the death of ranks. They are attributes, which may be added and set at any time.
 
-    A value has one of these kinds; dicts, lists and tuples of values of the first two kinds are allowed, too:
+    A value has one of these kinds, or is a dict, list or tuple of such values:
       - an array of NumPy or torch, which is copied in place, and broadcast;
       - an object that can be copied by `copy.deepcopy` and pickled, such as an array of another library;
       - an object with `state_dict` and `load_state_dict`: torch's modules and optimizers, a `Sampler`.
@@ -46,7 +46,7 @@ class State:
         vars(self).update(values)
         self._at_commit: Callable[[], None] | None = None
         self._kept: dict[str, Tree] = {}
-        self._loaders: dict[str, Any] = {}  # the objects that had a `state_dict` at the last commit
+        self._loaders: dict[Path, Any] = {}  # the objects that had a `state_dict` at the last commit
         self._keep()
 
     def __getattr__(self, name: str) -> Any:  # lets type checkers accept any attribute
@@ -67,8 +67,7 @@ class State:
 
     def restore(self) -> None:
         """Set all values to those of the last commit, arrays in place; remove attributes that were added since."""
-        vars(self).update(self._loaders)  # others may have replaced them since
-        trees, write = copied(self._kept, self._trees())
+        trees, write = copied(self._kept, _with_state_dicts(self._values(), self._loaders))
         write()
         self._put(trees, self._loaders)
 
@@ -83,11 +82,13 @@ class State:
                 `load_state_dict`, and this rank has none of that name.
             GroupError: a rank has died. Arrays may be partly written; call `restore` to set the last committed values.
         """
-        mine, is_source = self._trees(), get_rank() == whole("src", src)
+        values, is_source = self._values(), get_rank() == whole("src", src)
+        loaders = _loaders(values)
+        mine = _with_state_dicts(values, loaders)
         skeleton, arrays = without_arrays(mine) if is_source else (None, [])
-        box = [(skeleton, [name for name, value in self._values().items() if _loads(value)])]
+        box = [(skeleton, list(loaders))]
         broadcast_object_list(box, src)
-        skeleton, loaders = box[0]
+        skeleton, paths = box[0]
         write = None
         if not is_source:
             mine, arrays, write = with_buffers(skeleton, mine)
@@ -95,7 +96,13 @@ class State:
             broadcast(arrays, src)
         if write is not None:
             write()
-            self._put(mine, loaders)
+            if missing := [path for path in paths if path not in loaders]:
+                name = ".".join(map(str, missing[0]))
+                raise UsageError(
+                    f"the state's {name} is an object with load_state_dict on rank {src}, and not here; make this "
+                    "object before the state is copied, on all ranks"
+                )
+            self._put(mine, {path: loaders[path] for path in paths})
         self._keep()
 
     def at_commit(self, call: Callable[[], None] | None) -> None:
@@ -104,8 +111,9 @@ class State:
 
     def _keep(self) -> None:
         """Keep a copy of all current values. After an exception, the whole new copy is kept, or the whole old one."""
-        kept, write = copied(self._trees(), self._kept)
-        loaders = {name: value for name, value in self._values().items() if _loads(value)}
+        values = self._values()
+        loaders = _loaders(values)
+        kept, write = copied(_with_state_dicts(values, loaders), self._kept)
         try:
             self._kept, self._loaders = kept, loaders
             write()
@@ -117,27 +125,39 @@ class State:
     def _values(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
-    def _trees(self) -> dict[str, Tree]:
-        return {
-            name: value.state_dict() if _loads(value) else value for name, value in self._values().items()
-        }
+    def _put(self, trees: dict[str, Tree], loaders: dict[Path, Any]) -> None:
+        """Set all values; the objects in `loaders` load what is at their paths."""
 
-    def _put(self, trees: dict[str, Tree], loaders: Collection[str]) -> None:
-        """Set all values; the objects named in `loaders` load theirs."""
+        def loaded(path: Path, tree: Tree) -> Any:
+            if path not in loaders:
+                return tree
+            loaders[path].load_state_dict(tree)
+            return loaders[path]
+
         for name in self._values().keys() - trees.keys():
             delattr(self, name)
-        for name, tree in trees.items():
-            value: Any = vars(self).get(name)
-            if name not in loaders:
-                setattr(self, name, tree)
-            elif _loads(value):
-                value.load_state_dict(tree)
-            else:
-                raise UsageError(
-                    f"the state's {name} is a {type(value).__name__} here, and an object with load_state_dict on "
-                    "the rank with the state; make this object before the state is copied, on all ranks"
-                )
+        vars(self).update(replaced(trees, loaded))
 
 
-def _loads(value: Any) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+def _loaders(values: dict[str, Any]) -> dict[Path, Any]:
+    """Return the objects with `state_dict` and `load_state_dict`, by their paths."""
+    found = dict[Path, Any]()
+
+    def add(path: Path, x: Any) -> Any:
+        if not hasattr(x, "state_dict") or not hasattr(x, "load_state_dict") or isinstance(x, type):
+            return x
+        found[path] = x
+        return None
+
+    replaced(values, add)
+    return found
+
+
+def _with_state_dicts(values: dict[str, Any], loaders: dict[Path, Any]) -> dict[str, Tree]:
+    """Return the values with the `state_dict` in place of each object of `loaders` that is at its path."""
+
+    def state_dict(path: Path, x: Any) -> Any:
+        return x.state_dict() if path in loaders and loaders[path] is x else x
+
+    trees: dict[str, Tree] = replaced(values, state_dict)
+    return trees

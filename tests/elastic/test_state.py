@@ -232,6 +232,22 @@ def test_objects_with_a_state_dict_that_were_replaced_or_removed_return() -> Non
     assert (first.position, other.position, state.made) == (4, 0, None)
 
 
+def test_models_in_lists_and_dicts_stay_the_models_of_their_optimizers() -> None:
+    models = [torch.nn.Linear(2, 2, bias=False) for _ in range(2)]
+    optimizers = {
+        name: torch.optim.SGD(each.parameters(), 1.0) for name, each in zip("ab", models, strict=True)
+    }
+    state: Any = State(models=models, optimizers=optimizers, kind=torch.nn.Linear)
+    before = models[1].weight.tolist()
+    with torch.no_grad():
+        models[1].weight += 1
+    state.restore()
+    assert models[1].weight.tolist() == before
+    assert [*map(id, state.models)] == [*map(id, models)]
+    assert state.optimizers["b"] is optimizers["b"]
+    assert state.kind is torch.nn.Linear
+
+
 def test_a_failed_commit_keeps_the_commit_before_it() -> None:
     state: Any = State(w=np.zeros(2), step=0)
     state.w += 1
@@ -275,6 +291,7 @@ def test_sync_copies_everything() -> None:
         w=w,
         model=model,
         optimizer=torch.optim.Adam(model.parameters()),
+        models=[model],
         many=[np.arange(rank + 1), {"x": torch.full((2, rank), rank), "none": None}],
         words={"name": f"rank {rank}"},
         tied=w,
@@ -288,6 +305,7 @@ def test_sync_copies_everything() -> None:
     state.sync(size - 1)
     assert state.w is w
     assert state.tied is w
+    assert state.models == [model]
     assert w.tolist() == [size - 1] * 5
     assert state.many[0].tolist() == list(range(size))
     assert state.many[1]["x"].shape == (2, size - 1)
@@ -320,6 +338,7 @@ def test_an_object_that_a_rank_lacks_is_an_error_there() -> None:
     state.sync(0)
     assert state.late is None
     state.late = Sampler(5, 2) if source else None
-    with nullcontext() if source else pytest.raises(UsageError, match="the state's late is a NoneType here"):
+    text = "the state's late is an object with load_state_dict on rank 0, and not here"
+    with nullcontext() if source else pytest.raises(UsageError, match=text):
         state.sync(0)
     dist.barrier()
