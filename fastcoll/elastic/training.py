@@ -257,6 +257,7 @@ class _Run:
             raise self._displaced(others, where)
         self._state.sync(source)
         barrier()  # a joiner may be unable to load the state
+        current_job().is_joiner = False  # in a later run it is a rank like the others
         self._has_state, self._grows = True, all(finds)
         before, self._size, self._restarts = sizes[source], sizes[source], restarts[source]
         if before != size and self._terms.on_change is not None:

@@ -48,6 +48,7 @@ class Course:
         apart: whether other processes cannot see whether this one lives, as if it were on another machine.
         early: whether a collective is called before `run`.
         runs: how many calls of `run` precede this one.
+        later: how many calls of `run` follow.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -61,6 +62,7 @@ class Course:
     apart: bool = False
     early: bool = False
     runs: int = 0
+    later: int = 0
 
 
 def expected(steps: int) -> int:
@@ -112,6 +114,8 @@ def take_part(rank: int, n: int, url: str, address: str, course: Course) -> dict
         options = {"on_change": change, **course.options}
         try:
             elastic.run(_train, **options)(state, course, board, seen)
+            for _ in range(course.later):
+                elastic.run(lambda state: None)(elastic.State(step=0))
         except KeyboardInterrupt as error:
             seen["error"] = repr(error)
     seen |= {"w": int(state.w[0]), "step": state.step, "rate": round(state.rate), "size": None}

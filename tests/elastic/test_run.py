@@ -213,6 +213,14 @@ def test_a_joiner_that_cannot_load_the_state_leaves() -> None:
         assert [result["changes"] for result in finish(crowd, (0, 1), 2)] == [[], []]
 
 
+def test_a_joiner_takes_part_in_later_runs() -> None:
+    course = replace(UNTIL_ENOUGH, later=2)
+    with crew.nothing_left(), Crowd() as crowd:
+        members = [*crowd.begin(1, course), crowd.joiner(course)]
+        assert crowd.has_joined(members[1]) == 2
+        finish(crowd, members, 2)
+
+
 def test_a_death_between_two_runs_is_a_change() -> None:
     course = Course(runs=1)
     with crew.nothing_left(), Crowd() as crowd:
