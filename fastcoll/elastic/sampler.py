@@ -57,7 +57,7 @@ class Sampler:
         """Yield this rank's indices in each remaining step of the epoch, then begin the next epoch.
 
         A rank's share of a step may be empty. A step counts as taken as soon as it is yielded, so commit only after
-        its result is in the state.
+        its result is in the state. Do not give the sampler to a torch DataLoader with workers, which takes steps ahead.
         """
         order = np.arange(self._n)
         if self._shuffle:
