@@ -130,6 +130,9 @@ def run(
     terms = _Terms(min_ranks, max_ranks, max_restarts, on_change, store)
 
     def outliving(train: Train[T]) -> Train[T]:
+        if not callable(train):
+            raise UsageError(f"train is {train!r}; give a function of a state")
+
         @functools.wraps(train)
         def elastic(state: State, *args: Any, **kwargs: Any) -> T:
             if not isinstance(state, State):
@@ -156,6 +159,10 @@ class _Terms:
         most = least if self.max_ranks is None else whole("max_ranks", self.max_ranks)
         if not 1 <= least <= most or restarts < 0:
             raise UsageError(f"{self}; give 1 <= min_ranks <= max_ranks, and 0 restarts or more")
+        if not (self.on_change is None or callable(self.on_change)):
+            raise UsageError(f"on_change is {self.on_change!r}; give a function of two numbers of ranks")
+        if not isinstance(self.store, str | None):
+            raise UsageError(f"store is {self.store!r}; give HOST:PORT")
 
     def __str__(self) -> str:
         return (

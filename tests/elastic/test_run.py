@@ -309,6 +309,12 @@ def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ({"min_ranks": 0}, {"min_ranks": 3, "max_ranks": 2}, {"max_ranks": 0}, {"max_restarts": -1}):
         with pytest.raises(UsageError, match="give 1 <= min_ranks <= max_ranks, and 0 restarts or more"):
             elastic.run(**wrong)  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match="on_change is 3; give a function of two numbers of ranks"):
+        elastic.run(on_change=3)  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match="store is 29400; give HOST:PORT"):
+        elastic.run(store=29400)  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match="train is 2; give a function of a state"):
+        elastic.run(2)  # type: ignore[call-overload]
     with pytest.raises(UsageError, match=r"state is a dict; give a fastcoll\.elastic\.State"):
         elastic.run(lambda state: None)({})
     monkeypatch.setenv("FASTCOLL_JOINER", "1")
