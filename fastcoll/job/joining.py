@@ -102,7 +102,7 @@ class JoinQueue:
 
     def shut(self) -> None:
         """Mark the job as ended; every waiting joiner then raises JobEndedError."""
-        self._keys.set("over", b"1")
+        self.attempts.end()
 
     def ready(self) -> tuple[list[int], bool]:
         """Ask new joiners whether they are alive. Never blocks.

@@ -104,10 +104,12 @@ def _run_once(
             job = replace(job, elastic=nodes.address)
         restarts = options.max_restarts if goes_on else 0
         report = nodes.report if nodes and job.elastic else None
+        end_joining = nodes.end_joining if nodes and job.elastic and job.nodes == 1 else None
         try:
             return supervise(
-                job, logs=logs, nodes=nodes, min_ranks=options.min_ranks, max_restarts=restarts, report=report
-            ).run()
+                job, logs=logs, nodes=nodes, min_ranks=options.min_ranks, max_restarts=restarts, report=report,
+                end_joining=end_joining,
+            ).run()  # fmt: skip
         except OSError as error:
             failure = not_run(error)
             console.say(failure.text)

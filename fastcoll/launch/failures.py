@@ -161,6 +161,16 @@ class NodeFailures:
         threading.Thread(target=ask, name="fastcoll-loss", daemon=True).start()
         return answer
 
+    def end_joining(self) -> None:
+        """Mark the job as ended, so that joiners no longer wait to be admitted. Never blocks."""
+
+        def end() -> None:
+            with contextlib.suppress(StoreError):  # the launcher ends at the same moment
+                if (store := self._store) is not None:
+                    Attempts(store).end()
+
+        threading.Thread(target=end, name="fastcoll-joining", daemon=True).start()
+
     def _open(self) -> None:
         """Serve the store or connect to it; then publish the failure of this node, if there was one meanwhile.
 

@@ -97,6 +97,7 @@ class Supervisor:
             the others is not replaced.
         report: publishes the failure of a process, in a job that may go on without failed ranks (an elastic job); the
             result is the job's state after that failure.
+        end_joining: in an elastic job of one node, ends the wait of joiners when only joiners still run.
         metrics: counts failed ranks and their replacements.
 
     Attributes:
@@ -120,6 +121,7 @@ class Supervisor:
         tick: float = TICK_SECONDS,
         outputs: Outputs | None = None,
         report: Callable[[Loss], Future[Standing | None]] | None = None,
+        end_joining: Callable[[], None] | None = None,
         metrics: MetricsServer | None = None,
     ) -> None:
         self.ranks: list[RankProcess] = []
@@ -135,7 +137,7 @@ class Supervisor:
         self._min_ranks = job.local_size if min_ranks is None else min_ranks
         self._running: set[RankProcess] = set()
         self._max_restarts, self._pauses = max_restarts, Pauses()
-        self._report, self._metrics = report, metrics
+        self._report, self._end_joining, self._metrics = report, end_joining, metrics
         self._lost: list[_Lost] = []  # failed ranks whose reports are pending
         self._missing: list[RankProcess] = []  # ranks that failed before all had met, and are not replaced
         # The joiners to start: for each, the time of its start, its local rank and its number.
@@ -193,14 +195,16 @@ class Supervisor:
         self._selector.unregister(rank.pidfd)
         self._running.discard(rank)
         code = rank.reap()
+        has_succeeded = any(other.process.returncode == 0 for other in self.ranks)
+        if self._end_joining and has_succeeded and self._running and all(r.is_joiner for r in self._running):
+            self._end_joining()  # a joiner that is not a rank yet would wait for its whole timeout
         if code == 0 or self._kill_at is not None:
             return
         if self._metrics is not None:
             self._metrics.failed(code)
         rank.err.pump_all()
         # A joiner that fails after other ranks have succeeded was too late to join; its failure does not fail the job.
-        is_late = rank.is_joiner and any(other.process.returncode == 0 for other in self.ranks)
-        if is_late or len(self._running) >= self._min_ranks:
+        if (rank.is_joiner and has_succeeded) or len(self._running) >= self._min_ranks:
             self._lose(rank)
             return
         self._others_failed.append(rank)

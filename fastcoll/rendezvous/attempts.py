@@ -7,7 +7,7 @@ start the next one, in which a new process has the rank of the failed process. S
 the outcome is the loss, the process failed before the ranks met; if the outcome is MADE, the process failed afterwards,
 and the job continues without it.
 
-Keys, under elastic/start/:
+Keys, under elastic/start/; elastic/over is one of job/joining.py:
 
     came            set when a rank has arrived at the meeting
     outcome/<k>     how attempt k ended: MADE, ELSEWHERE (the ranks met by other means), or a loss, as JSON
@@ -81,7 +81,7 @@ class Attempts:
     """The first meeting in the launcher's store, as one process sees it. StoreError: the store is gone."""
 
     def __init__(self, store: Store) -> None:
-        self._keys = PrefixStore("elastic/start", store)
+        self._store, self._keys = store, PrefixStore("elastic/start", store)
 
     def come(self) -> None:
         """Record that a rank has arrived at the meeting."""
@@ -115,6 +115,10 @@ class Attempts:
     def join(self, name: str) -> None:
         """Record that the process `name` is a rank of the job."""
         self._keys.set(f"joined/{name}", b"1")
+
+    def end(self) -> None:
+        """Mark the job as ended, so that every process that waits to join it raises JobEndedError (job/joining.py)."""
+        self._store.set("elastic/over", b"1")
 
     def report(self, loss: Loss) -> Standing:
         """Publish that a process has failed, so that no rank waits for the process; return the job's state."""

@@ -71,6 +71,23 @@ while "joiner 2 of 9" not in open("log").read():
     assert "joiner 3" not in lines
 
 
+def test_a_joiner_that_no_rank_admits_does_not_outlive_the_job(launch: Launch) -> None:
+    """The program goes on by shrink, so it admits no joiner. Rank 0 ends when the joiner waits."""
+    text = f"""
+import fastcoll as dist
+dist.init_process_group(timeout={LIMIT})
+if local == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+while not store.check(["elastic/waiting/1"]):
+    time.sleep(0.01)
+dist.shrink()
+dist.destroy_process_group()
+"""
+    done = launch(text, "--min_ranks=1", "-n2", "--max-restarts=1", "script.py", head=HEAD)
+    assert done.returncode == 0, done.stderr
+    assert "JobEndedError: the job has ended before this joiner could join it" in done.stderr
+
+
 def test_a_launcher_that_replaces_many_ranks_leaks_no_descriptors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
