@@ -14,6 +14,5 @@ from fastcoll.net.mpi import library as mpi_library
 def pytest_configure(config: pytest.Config) -> None:
     patch = pytest.MonkeyPatch()
     patch.setattr(mpi_library, "is_cuda_aware", lambda functions: True)
-    mpi_library.load.cache_clear()
-    config.add_cleanup(mpi_library.load.cache_clear)
+    patch.setattr(mpi_library, "_loaded", None)
     config.add_cleanup(patch.undo)

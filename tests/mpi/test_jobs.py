@@ -193,6 +193,43 @@ print("done")
     assert (status, output.count("done")) == (0, 2), output
 
 
+@pytest.mark.usefixtures("swept")
+def test_a_program_may_finalize_mpi_before_it_leaves(python: Path) -> None:
+    """Then calls under way and later ones raise, MPI cannot be used again, and the program ends well."""
+    code = f"""{SCRIPT}
+from mpi4py import MPI
+works = [dist.irecv(np.zeros(3)), dist.isend(np.ones(100_000), 1 - rank, tag=9)]
+x = np.ones(3)
+dist.all_reduce(x)
+MPI.Finalize()
+calls = [lambda: dist.all_reduce(x), lambda: dist.send(x, 1 - rank), *[work.wait for work in works]]
+for call, error in [*[(call, "MPI_Finalize") for call in calls], (dist.new_group, "MPI_Finalize was called")]:
+    try:
+        call()
+    except dist.FastcollError as raised:
+        assert error in str(raised), raised
+    else:
+        assert False
+print("done")
+"""
+    status, output = run(python, 2, "-c", code)
+    assert (status, output.count("done")) == (0, 2), output
+
+
+@pytest.mark.usefixtures("swept")
+def test_fastcoll_finalizes_the_mpi_that_it_has_initialised(python: Path) -> None:
+    code = f"""
+import mpi4py
+mpi4py.rc.initialize = False
+{SCRIPT}
+from mpi4py import MPI
+MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: print("finalized")), 1)
+dist.all_reduce(np.ones(3))
+"""
+    status, output = run(python, 2, "-c", code)
+    assert (status, output.count("finalized")) == (0, 2), output
+
+
 def test_ranks_of_two_jobs_cannot_be_one_world(python: Path, tmp_path: Path) -> None:
     code = (
         "import sys, fastcoll as dist\n"

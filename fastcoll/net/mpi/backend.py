@@ -120,6 +120,7 @@ class MpiBackend(Backend):
         self.pipe = MpiPipe(library, comm, _MAIL, dedicated)
         routes: list[tuple[Pipe, int]] = [(self.pipe, rank) for rank in range(comm.size)]
         self.messages: Engine = Engine(routes, comm.rank, self.monitor, gate.timeout)
+        library.at_finalize.append(self.end)
 
     def fast(self, group: ProcessGroup) -> Mapping[str, Callable[..., Any]]:
         kinds = "all_reduce", "broadcast", "all_gather", "barrier"
@@ -304,7 +305,16 @@ class MpiBackend(Backend):
 
     # ---- the end -----------------------------------------------------------------------------------
 
+    def end(self) -> None:
+        """Leave the group because the program calls MPI_Finalize; later calls raise AbortedError."""
+        me = self.monitor.name(self.gate.rank)
+        self.fail(AbortedError(f"{me} called MPI_Finalize before it left the group {self.gate.name}"))
+        self.close(self.monitor.failure)
+
     def close(self, reason: GroupError | None) -> None:
+        if self.end not in self._library.at_finalize:
+            return  # `end` has closed it
+        self._library.at_finalize.remove(self.end)
         self.messages.close(reason)
         # Wait for the current call, which has been aborted and ends soon. But if this is a signal handler that has
         # interrupted the call, do not wait, because the call cannot end before the handler returns.

@@ -3,19 +3,22 @@
 MPI allows concurrent calls from several threads only if it was initialised with MPI_THREAD_MULTIPLE. If MPI provides
 less, every call is made under one lock of the process; a thread that waits for requests releases the lock every
 millisecond.
+
+No function of MPI may be called after MPI_Finalize. So groups leave when the program calls MPI_Finalize, which deletes
+the attributes of MPI_COMM_SELF before it does anything else: one of them has a function that ends the groups.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -44,6 +47,32 @@ class MpiLibrary(NamedTuple):
     lock: AbstractContextManager[Any]  # held during every call of MPI
     serial: bool  # whether the lock excludes other threads
     cuda_aware: bool  # whether the library declares support for arrays in CUDA memory
+    at_finalize: list[Callable[[], None]]  # called when the program calls MPI_Finalize, before MPI ends
+
+    @classmethod
+    def of(cls, MPI: Any) -> MpiLibrary:
+        """Return the library of mpi4py's module, which is initialised."""
+        serial = MPI.Query_thread() < MPI.THREAD_MULTIPLE
+        if serial:
+            logger.warning(
+                "this MPI was initialised without MPI_THREAD_MULTIPLE: one lock serialises all its calls"
+            )
+        functions = ctypes.CDLL(MPI.__file__)
+        test, start = (
+            ctypes.cast(f, ctypes.c_void_p).value for f in (functions.MPI_Test, functions.MPI_Start)
+        )
+        assert test is not None
+        assert start is not None
+        at_finalize: list[Callable[[], None]] = []
+
+        def before_finalize(*_: object) -> None:
+            for end in at_finalize.copy():
+                end()
+
+        MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=before_finalize), True)
+        # The lock is reentrant, because a signal handler may abort a group while this thread holds it.
+        lock = threading.RLock() if serial else nullcontext()
+        return cls(MPI, test, start, lock, serial, is_cuda_aware(functions), at_finalize)
 
     @property
     def name(self) -> str:
@@ -79,32 +108,36 @@ def why_unavailable(environ: Mapping[str, str] | None = None) -> str | None:
     return f"this process was not started by an MPI launcher; {_START}"
 
 
-@functools.cache
+_loaded: MpiLibrary | None = None
+_loading = threading.RLock()  # several threads may load the library at the same time
+
+
 def load() -> MpiLibrary:
     """Import mpi4py, and initialise MPI unless the program has.
+
+    If this function initialises MPI, it also finalizes MPI when the process exits, unless the program does. mpi4py does
+    that only if it has initialised MPI itself; without it, Open MPI's launcher reports that the job has failed.
 
     Raises:
         UnavailableError: there is no mpi4py or MPI library, another launcher started this process, or MPI is finalized.
     """
-    if problem := why_unavailable():
-        raise UnavailableError(f"the backend 'mpi' is not available: {problem}")
-    MPI: Any = importlib.import_module("mpi4py.MPI")  # initialises MPI, unless mpi4py.rc forbids it
-    if MPI.Is_finalized():
-        raise UnavailableError("the backend 'mpi' is not available: MPI_Finalize was called in this process")
-    if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    serial = MPI.Query_thread() < MPI.THREAD_MULTIPLE
-    if serial:
-        logger.warning(
-            "this MPI was initialised without MPI_THREAD_MULTIPLE: one lock serialises all its calls"
-        )
-    functions = ctypes.CDLL(MPI.__file__)
-    test, start = (ctypes.cast(f, ctypes.c_void_p).value for f in (functions.MPI_Test, functions.MPI_Start))
-    assert test is not None
-    assert start is not None
-    # The lock is reentrant, because a signal handler may abort a group while this thread holds it.
-    lock = threading.RLock() if serial else nullcontext()
-    return MpiLibrary(MPI, test, start, lock, serial, is_cuda_aware(functions))
+    global _loaded
+    with _loading:
+        if _loaded is None:
+            if problem := why_unavailable():
+                raise UnavailableError(f"the backend 'mpi' is not available: {problem}")
+            MPI: Any = importlib.import_module("mpi4py.MPI")  # initialises MPI, unless mpi4py.rc forbids it
+            if not MPI.Is_initialized():
+                MPI.Init_thread(MPI.THREAD_MULTIPLE)
+                pid = os.getpid()  # a child made by fork must not finalize its parent's MPI
+                atexit.register(lambda: os.getpid() != pid or MPI.Is_finalized() or MPI.Finalize())
+            if not MPI.Is_finalized():
+                _loaded = MpiLibrary.of(MPI)
+        if _loaded is None or _loaded.MPI.Is_finalized():
+            raise UnavailableError(
+                "the backend 'mpi' is not available: MPI_Finalize was called in this process"
+            )
+        return _loaded
 
 
 def is_cuda_aware(functions: Any) -> bool:
