@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -74,7 +75,7 @@ def place_of(detected: Detected) -> WorldSettings:
     if world_size == 1:
         return WorldSettings(0, 1)
     if detected.master_port is None and detected.on_one_node and detected.is_by_mpi_or_slurm:
-        return WorldSettings(rank, world_size, shared_path(detected.rank_variable))
+        return WorldSettings(rank, world_size, shared_path(detected))
     port = detected.master_port
     if port is None and detected.job_id is not None:
         port = derived_port(detected.job_id)
@@ -95,15 +96,16 @@ def _missing(detected: Detected, needed: Mapping[str, object]) -> UsageError:
     )
 
 
-def shared_path(rank_variable: str) -> str:
-    """Return a path that is the same for all ranks that one launcher has started here, and for no others.
+def shared_path(detected: Detected) -> str:
+    """Return a path that is the same for all ranks of one job that a launcher has started here, and for no others.
 
     The path has the pid and start time of the nearest ancestor process without the rank's variable. That is the
     launcher's daemon, even if a shell or a wrapper is in between. A rank in its own container cannot see the daemon.
+    Open MPI's daemon may start several jobs (MPI_Comm_spawn, prun), so the path also has a checksum of the job's name.
     """
     import tempfile  # imports random and the compression modules, which few programs need at start
 
-    pid = os.getppid()
+    rank_variable, pid = detected.rank_variable, os.getppid()
     with suppress(PermissionError):  # another user's: a daemon such as slurmstepd
         while pid > 0 and any(
             entry.startswith(f"{rank_variable}=".encode())
@@ -115,7 +117,10 @@ def shared_path(rank_variable: str) -> str:
             f"{rank_variable} is set, but the launcher that set it is not visible from here; set MASTER_ADDR and "
             "MASTER_PORT for all ranks"
         )
-    return os.path.join(tempfile.gettempdir(), f"fastcoll-{os.geteuid()}-{pid}-{int(status_of(pid)[19])}")
+    name = f"fastcoll-{os.geteuid()}-{pid}-{int(status_of(pid)[19])}"
+    if detected.job_id is not None:
+        name += f"-{zlib.crc32(detected.job_id.encode()):08x}"
+    return os.path.join(tempfile.gettempdir(), name)
 
 
 def meet_in_file(

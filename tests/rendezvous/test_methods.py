@@ -140,6 +140,29 @@ def test_ranks_of_one_launcher_meet_without_an_address(processes) -> None:
     assert not list(Path(tempfile.gettempdir()).glob(f"fastcoll-{os.geteuid()}-{jobs[0].pid}-*"))
 
 
+TWO_JOBS = """
+import os, subprocess, sys
+ranks = []
+for rank in range(2):
+    for job in range(2):
+        environ = dict(os.environ, PMIX_NAMESPACE=f"daemon@{job}")
+        for name, value in (("RANK", rank), ("SIZE", 2), ("LOCAL_RANK", rank), ("LOCAL_SIZE", 2)):
+            environ[f"OMPI_COMM_WORLD_{name}"] = str(value)
+        command = [sys.executable, "-c", sys.argv[1]]
+        ranks.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True))
+print("".join(rank.communicate()[0] for rank in ranks))
+"""
+
+
+def test_jobs_of_one_daemon_do_not_meet(processes) -> None:
+    """Open MPI's daemon starts several jobs: those of MPI_Comm_spawn beside their parents', and those of prun."""
+    lines = processes.outputs([processes.start(TWO_JOBS, MEET)])[0].split("\n")
+    worlds = [line.split("[")[1] for line in lines if line]
+    assert len(worlds) == 4
+    assert worlds[:2] == worlds[2:]
+    assert worlds[0] != worlds[1]
+
+
 def test_under_a_real_mpiexec(processes) -> None:
     mpiexec = shutil.which("mpiexec")
     if mpiexec is None:
