@@ -52,7 +52,7 @@ def finder(
     for name, text in (("init_method", init_method or ""), ("group_name", group_name)):
         if not isinstance(text, str):
             raise UsageError(f"{name} is {text!r}, a {type(text).__name__}; give a str")
-    addressed = init_method is not None or not os.environ.keys().isdisjoint(("MASTER_ADDR", "MASTER_PORT"))
+    addressed = init_method is not None or any(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT")))
     if store is None and choice.initialises_mpi and not addressed:
 
         def meet_in_store_of_rank_0() -> Found:  # rank 0 makes a new store, and MPI sends its address

@@ -1,10 +1,11 @@
 """Rank, world size and address from the environment variables of launchers, as a pure function of a mapping.
 
 `detect` reads torch's variables (set by fastcoll.launch, torchrun or by hand), and those of Open MPI, MPICH and Intel
-MPI (Hydra), MVAPICH and Slurm. With a wrong rank or size, ranks would wait for others that never come, so variables
-that contradict one another are an error. Often one launcher starts another, which is no error. Slurm is then the
-outermost launcher, so its variables are read only if no other launcher has set a rank. A launcher like torchrun,
-recognised by LOCAL_WORLD_SIZE, is the innermost launcher, so if there is one, only torch's variables are read.
+MPI (Hydra), MVAPICH and Slurm; an empty variable counts as one that is not set. With a wrong rank or size, ranks would
+wait for others that never come, so variables that contradict one another are an error. Often one launcher starts
+another, which is no error. Slurm is then the outermost launcher, so its variables are read only if no other launcher
+has set a rank. A launcher like torchrun, recognised by LOCAL_WORLD_SIZE, is the innermost launcher, so if there is one,
+only torch's variables are read.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def detect(environ: Mapping[str, str], rank: int | None = None, world_size: int 
     The arguments `rank` and `world_size` take precedence over the environment. UsageError: a variable is not a number
     or out of range, or variables contradict one another.
     """
+    environ = {name: value for name, value in environ.items() if value}
     slurm, torch = _read_slurm(environ), _read(environ, TORCH)
     candidates = [torch]
     if torch is None or torch.rank is None or TORCH.local_size not in environ:
@@ -174,9 +176,9 @@ def _job_id(environ: Mapping[str, str], slurm_leads: bool) -> str | None:
 
 
 def number_in(environ: Mapping[str, str], name: str, lowest: int, highest: int = 1 << 31) -> int | None:
-    """Return the number in a variable, or None if it is not set; UsageError: it is not a number from `lowest` on."""
+    """Return the number in a variable, or None if it is not set or empty; UsageError: no number from `lowest` on."""
     text = environ.get(name)
-    if text is None:
+    if not text:
         return None
     if not text.strip().isdecimal() or len(text) > MOST_DIGITS or not lowest <= int(text) <= highest:
         raise UsageError(f"{name}={text!r:.80} must be a whole number from {lowest} to {highest}")

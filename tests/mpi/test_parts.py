@@ -68,6 +68,8 @@ def mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"OMPI_COMM_WORLD_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}, True),
         ({"RANK": "0", "WORLD_SIZE": "2"}, False),
         ({"SLURM_PROCID": "0"}, False),
+        ({"RANK": "", "WORLD_SIZE": ""}, True),
+        ({"PMI_RANK": "", "RANK": "0", "WORLD_SIZE": "2"}, False),
     ],
 )
 def test_available_means_started_by_mpi_or_without_a_launcher(environ: dict[str, str], works: bool) -> None:

@@ -59,6 +59,13 @@ def test_the_port_beside_has_no_other_use() -> None:
         assert 0 < min(beside) <= max(beside) <= 65535
 
 
+def test_an_empty_variable_counts_as_one_that_is_not_set() -> None:
+    empty = dict.fromkeys([*AGENT, *SLURM, *MVAPICH, "SLURM_STEP_NODELIST"], "")
+    assert detect(empty) == Detected()
+    assert detect(empty | HYDRA) == detect(HYDRA)
+    assert detect(SLURM | {"RANK": "", "LOCAL_WORLD_SIZE": "", "SLURM_STEP_NUM_TASKS": ""}) == detect(SLURM)
+
+
 def test_one_node() -> None:
     assert detect(OPEN_MPI).on_one_node
     assert detect(HYDRA).on_one_node

@@ -103,7 +103,7 @@ def why_unavailable(environ: Mapping[str, str] | None = None) -> str | None:
     version = importlib.metadata.version("mpi4py")
     if int(version.split(".")[0]) < 4:
         return f"mpi4py is {version}, but 4 or newer is needed; {_INSTALL}"
-    if any(name in environ for name in _LAUNCHED) or not any(name in environ for name in _STARTED_OTHERWISE):
+    if any(map(environ.get, _LAUNCHED)) or not any(map(environ.get, _STARTED_OTHERWISE)):
         return None
     return f"this process was not started by an MPI launcher; {_START}"
 
