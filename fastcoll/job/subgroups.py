@@ -16,7 +16,7 @@ from ..core.operands import WORLD_OF_ONE, check_unused, positive_seconds, whole,
 from ..core.work import Timeout
 from ..errors import UsageError
 from ..failpoints import reach
-from .backends import Backend, parse_backend
+from .backends import Backend, load, parse_backend
 from .group_requests import GroupRequest
 from .groups import Group, GroupMember, NonMember, get_backend_config, get_process_group_ranks, groups
 from .job import Job
@@ -38,8 +38,9 @@ def new_group(
     """Make a group of some ranks of the world.
 
     Every rank of the world calls this, members and non-members, in the same order for all groups. Only the members
-    wait for one another; with NCCL all ranks do, because they split the world's communicator. If a rank leaves out the
-    call for a group that it is not in, its next call logs a warning and is matched with the next call of the others.
+    wait for one another; with NCCL all ranks do, because they split the world's communicator, and the first group over
+    MPI waits until all ranks have initialised MPI. If a rank leaves out the call for a group that it is not in, its
+    next call logs a warning and is matched with the next call of the others.
 
     Args:
         ranks: global ranks, in any order. None: all.
@@ -82,6 +83,8 @@ def new_group(
     splits = not use_local_synchronization and in_order and nccl and world.gpus.splits()
     asked = range(size) if splits else chosen
     reach("new_group.enter")
+    if choice.initialises_mpi and not use_local_synchronization:
+        load(choice)  # MPI_Init waits for all ranks, those outside the group, too
     with job.making(chosen, f"new_group({chosen})", counted=not use_local_synchronization):
         while True:
             key = _key(job, chosen, use_local_synchronization)

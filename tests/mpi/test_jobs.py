@@ -159,6 +159,16 @@ def test_ranks_meet_over_mpi_where_it_is_used_between_nodes(python: Path) -> Non
 
 
 @pytest.mark.usefixtures("swept")
+def test_a_world_without_mpi_may_have_a_group_over_mpi(python: Path) -> None:
+    """MPI_Init waits for all ranks of the job, so the ranks outside the group initialise MPI, too."""
+    code = SCRIPT.replace('"mpi", ', "") + "group = dist.new_group([0], backend='mpi')\n"
+    code += "rank or (group.barrier(), print('on', dist.get_backend(group)))\ndist.barrier()"
+    status, output = run(python, 2, "-c", code)
+    assert status == 0, output
+    assert "on mpi" in output
+
+
+@pytest.mark.usefixtures("swept")
 @pytest.mark.parametrize(
     ("end", "why"), [("rank or os.kill(os.getpid(), signal.SIGKILL)", ""), ("assert rank", "AssertionError")]
 )
