@@ -48,6 +48,9 @@ _OF_LAUNCHERS = (
     "FASTCOLL_PLACE",
     "FASTCOLL_METRICS",
     "FASTCOLL_METRICS_SOCKET",
+    # Those of an mpiexec that has started the launcher: with them, MPI would take each rank for the launcher.
+    *("PMI_RANK", "PMI_SIZE", "PMI_FD", "PMI_PORT", "PMIX_RANK", "PMIX_NAMESPACE"),
+    *(f"{mpi}_COMM_WORLD_{what}" for mpi in ("OMPI", "MV2") for what in ("RANK", "SIZE")),
 )
 _THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
 

