@@ -256,6 +256,26 @@ def test_a_rank_that_fails_within_a_call_is_named(rank, world_size, phase, group
     failpoints.arm(())
 
 
+def test_two_threads_may_make_groups_of_one_name(rank, world_size):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True) if rank == 0 else None
+    port = [store and store.port]
+    dist.broadcast_object_list(port, 0)
+    store = store or dist.TCPStore("127.0.0.1", port[0])
+
+    def make(thread):
+        for round_number in range(10):
+            part = dist.PrefixStore(f"{thread}/{round_number}", store)
+            group = dist.group_from_store(part, rank, world_size, backend="mpi")
+            usable(group)
+            dist.destroy_process_group(group)
+
+    assert together(lambda: make(0), lambda: make(1)) == [None, None]
+    if rank > 0:
+        store.close()
+    dist.barrier()
+    store.close()
+
+
 @pytest.mark.ranks(*SIZES, init=False)
 def test_ranks_and_sizes_other_than_mpis_are_refused(rank, world_size):
     with pytest.raises(dist.UsageError, match=f"MPI started this process with {world_size}"):

@@ -285,6 +285,31 @@ print("met", end=";")
 
 
 @pytest.mark.usefixtures("swept")
+def test_too_many_communicators_are_a_resource_error(folder: Path) -> None:
+    """MPICH has about 2,000."""
+    code = f"""{SCRIPT}
+from mpi4py import MPI
+mine = []
+try:
+    while True:
+        mine.append(MPI.COMM_SELF.Dup())
+except MPI.Exception:
+    pass
+dist.barrier()
+try:
+    dist.new_group()
+except dist.ResourceError as error:
+    print("Too many communicators" in str(error), end=";")
+for comm in mine:
+    comm.Free()
+dist.barrier()
+dist.barrier(group=dist.new_group())
+"""
+    status, output = run(python_with("mpich", folder), 2, "-c", code)
+    assert (status, output.count("True;")) == (0, 2), output
+
+
+@pytest.mark.usefixtures("swept")
 def test_ranks_that_a_rank_starts_by_the_launcher_are_refused(python: Path, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import fastcoll as dist\ndist.init_process_group('mpi')")

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ...core.monitor import LEAVING
-from ...errors import RendezvousError, StoreTimeoutError, UnavailableError, UsageError
+from ...errors import RendezvousError, ResourceError, StoreTimeoutError, UnavailableError, UsageError
 from ...rendezvous.assemble import assemble
 from ...rendezvous.control import NOTICE_SIZE, Control, Notice, NoticeError
 from ...rendezvous.detect import MPI_SOURCES, detect, number_in
@@ -182,6 +182,7 @@ def make_comm(
         UsageError: FASTCOLL_ENCRYPT=1, and the members are on several nodes.
         UnavailableError: the members are not ranks of one MPI job.
         RendezvousError: a member did not prove over MPI that it has the job's secret.
+        ResourceError: MPI has too many communicators.
         PeerDiedError, StoreTimeoutError: a member died or did not arrive.
     """
     check_nodes("MPI", members)
@@ -199,13 +200,22 @@ def make_comm(
             f"the ranks are not ranks of one MPI job: by MPI, {shown}; start all of them with one mpiexec or srun, "
             f"of {library.name}"
         )
+    nonces = "".join(nonce for *_, nonce in contributions)
     # All members were alive when they contributed, a moment ago. So from here on, calls of MPI that may block are used.
     with library.lock:
         chosen = world.Get_group().Incl(ranks)
-        comm = world.Create_group(chosen, zlib.crc32(name.encode()) % _LEAST_TAG_LIMIT)
-        chosen.Free()
+        try:
+            # Two threads may make groups of the same name at the same time; their tags must differ.
+            comm = world.Create_group(chosen, zlib.crc32(nonces.encode()) % _LEAST_TAG_LIMIT)
+        except library.MPI.Exception as error:
+            raise ResourceError(
+                f"making the group {name!r}: {library.name} makes no further communicator ({error}); destroy groups "
+                "that are no longer used, on all of their ranks"
+            ) from error
+        finally:
+            chosen.Free()
         comm.Set_errhandler(library.MPI.ERRORS_RETURN)
-    _check_proofs(library, comm, members, "".join(nonce for *_, nonce in contributions))
+    _check_proofs(library, comm, members, nonces)
     return comm, all(aware for _, _, aware, _ in contributions)
 
 
