@@ -121,7 +121,7 @@ def launched_by(environ: Mapping[str, str]) -> Launched:
 def _set(source: LauncherVariables, environ: Mapping[str, str]) -> list[str]:
     """Return the variables of a launcher that are set, each as NAME=VALUE."""
     names = (source.rank, source.size, source.local_rank, source.local_size)
-    return [f"{name}={environ[name]}" for name in names if name in environ]
+    return [f"{name}={environ[name]}" for name in names if environ.get(name)]
 
 
 def _launcher(detected: Detected, environ: Mapping[str, str]) -> str:

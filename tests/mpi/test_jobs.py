@@ -220,6 +220,7 @@ for call, error in [*[(call, "MPI_Finalize") for call in calls], (dist.new_group
         assert error in str(raised), raised
     else:
         assert False
+assert not dist.is_mpi_available()
 print("done")
 """
     status, output = run(python, 2, "-c", code)

