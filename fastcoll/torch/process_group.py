@@ -194,8 +194,9 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         if type(opts) is not c10d.AllToAllOptions:
             opts = c.options(c10d.AllToAllOptions, opts, *short, **named)
         exchange = self.fastcoll.fast.all_to_all_single
-        outs, ins = output_splits or None, input_splits or None  # an empty list means equal parts
-        return c.run("alltoall_base_", opts, [output], exchange, output, input, outs, ins)
+        # Empty means equal parts. A program may pass arrays, which have no truth value.
+        sizes = [None if x is None or len(x) == 0 else x for x in (output_splits, input_splits)]
+        return c.run("alltoall_base_", opts, [output], exchange, output, input, *sizes)
 
     def barrier(self, opts: Any = None, *short: Any, **named: Any) -> DoneWork | None:
         if type(opts) is not c10d.BarrierOptions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -82,7 +83,10 @@ def check_all_to_alls() -> None:
         splits = [r + 1 for r in range(size())]
         rows = data(torch.float32, sum(splits), 2)
         dist.all_to_all_single(uneven, rows, [rank() + 1] * size(), splits, group)
-        return [even, uneven]
+        by_arrays, no_sizes = torch.empty_like(uneven), np.array([], np.int64)
+        dist.all_to_all_single(by_arrays, rows, np.full(size(), rank() + 1), np.array(splits), group)
+        dist.all_to_all_single(even, even.clone(), no_sizes, no_sizes, group)
+        return [even, uneven, by_arrays]
 
     same(run)
     outs = [torch.empty(rank() + 1) for _ in range(size())]
