@@ -61,8 +61,11 @@ def all_reduce_sparse(
         all_values = torch.cat(
             [v.view(x.dtype).view(n, *entry) for (_, v), n in zip(found, counts, strict=True)]
         )
+        # The entries of valid tensors need no check. By default torch does not check either, but it warns, and warnings
+        # may be errors.
+        whole = torch.sparse_coo_tensor(all_indices, all_values, x.shape, check_invariants=False)
         with torch.no_grad():
-            x.copy_(torch.sparse_coo_tensor(all_indices, all_values, x.shape).coalesce())
+            x.copy_(whole.coalesce())
 
     return group.run("all_reduce", call, (), async_op)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -152,9 +153,11 @@ def check_sparse_sums() -> None:
             equal(work.get_future().wait()[0].to_dense(), x.to_dense())
         return [x.is_coalesced(), x.coalesce().indices(), x.to_dense()]
 
-    for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        for asynchronous in (False, True):
-            same(partial(run, dtype=dtype, asynchronous=asynchronous))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            for asynchronous in (False, True):
+                same(partial(run, dtype=dtype, asynchronous=asynchronous))
     with pytest.raises(UnavailableError, match=r"op is MAX.*SUM"):
         dist.all_reduce(torch.eye(3).to_sparse(), ReduceOp.MAX, group=pair.OURS)
     with pytest.raises(MismatchError, match=r"sparse tensors of ranks 0 and 1 differ.*\[3, 3\].*\[4, 4\]"):
