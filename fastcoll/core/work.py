@@ -273,7 +273,10 @@ class Work(Future[Any]):
         self.wait()
 
     def get_future(self) -> WorkFuture:
-        """Return a future of the arrays that the operation writes, with the methods of torch's futures."""
+        """Return a future of the arrays that the operation writes, with the methods of torch's futures.
+
+        The future of a receive gives the sender's rank instead, in a list.
+        """
         future = WorkFuture(self)
 
         def settle(_: Work) -> None:
