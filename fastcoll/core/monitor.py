@@ -54,7 +54,7 @@ def uncaught(error: BaseException | None) -> BaseException | None:
 
 def describe_error(error: BaseException) -> str:
     """Return an error's type, its first line, and the line in the user's own files that raised it (train.py:88)."""
-    text = encodable(message_of(error)).strip().partition("\n")[0][:_MOST_CHARACTERS]
+    text = message_of(error).strip().partition("\n")[0][:_MOST_CHARACTERS]
     import sysconfig  # takes a millisecond, and few programs end with an exception
 
     ours = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -63,7 +63,7 @@ def describe_error(error: BaseException) -> str:
     lines = [entry for entry in lines if not entry[0].startswith((ours, "<frozen"))]
     own = [entry for entry in lines if not entry[0].startswith(others)] or lines
     where = f" ({os.path.basename(own[-1][0])}:{own[-1][1]})" if own else ""
-    return f"{type(error).__name__}{text and ': '}{text}{where}"
+    return encodable(f"{type(error).__name__}{text and ': '}{text}{where}")
 
 
 class Monitor(ABC):

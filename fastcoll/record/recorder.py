@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 
 from .. import config
 from .._version import __version__
+from ..errors import encodable
 from ..system.forks import at_fork
 from ..system.handing import hand_over
 from ..system.mapping import aside, map_memory, unmap_memory
@@ -336,7 +337,7 @@ class GroupRecorder:
         if which >= r.MOST_SITES:
             return
         if which == cells[r.SITES]:
-            text = f"{file}:{line}".encode()[-r.SITE_BYTES :]
+            text = encodable(f"{file}:{line}").encode()[-r.SITE_BYTES :]
             at = cells[r.SITES_AT] + which * r.SITE_BYTES
             self._bytes[at : at + len(text)] = np.frombuffer(text, np.uint8)
             cells[r.SITES] = which + 1

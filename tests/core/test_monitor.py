@@ -84,12 +84,12 @@ def test_reasons_with_the_name_of_a_file_that_is_not_utf_8_reach_the_others(back
         dist.broadcast_object_list([Unpicklable()], 0, group)
     group.barrier()
     try:
-        raise ValueError(text)
+        exec(compile("raise ValueError(text)", f"{text}.py", "exec"))
     except ValueError:
         if first:
             dist.destroy_process_group(group)
     if not first:
-        with pytest.raises(AbortedError, match=f"left: ValueError: {seen}"):
+        with pytest.raises(AbortedError, match=rf"left: ValueError: {seen} \({seen}\.py:1\)"):
             group.barrier()
     group = dist.new_group([0, 1], backend=backend)
     if first:

@@ -67,6 +67,18 @@ def test_a_group_is_read_with_its_members(group: GroupRecorder) -> None:
     assert r.record_of(found.as_dict()) == found
 
 
+def test_a_call_site_in_a_file_whose_name_is_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("FASTCOLL_TRACE_SITES", "1")
+        config.forget()
+        group = GroupRecorder("WORLD", members(2), 1, "shm")
+    config.forget()
+    group.called_from("caf\udce9.py", 3)
+    group.begin(11, 0)
+    assert [call.site for call in only().ring] == ["caf\\udce9.py:3"]
+    group.close()
+
+
 def test_calls_begin_and_end_and_the_ring_wraps(group: GroupRecorder) -> None:
     barrier = 11
     for number in range(1, r.RING + 11):
