@@ -67,7 +67,8 @@ class State:
 
     def restore(self) -> None:
         """Set all values to those of the last commit, arrays in place; remove attributes that were added since."""
-        trees, write = copied(self._kept, _with_state_dicts(self._values(), self._loaders))
+        current, _ = _with_state_dicts(self._values(), only=self._loaders)
+        trees, write = copied(self._kept, current)
         write()
         self._put(trees, self._loaders)
 
@@ -82,9 +83,8 @@ class State:
                 `load_state_dict`, and this rank has none of that name.
             GroupError: a rank has died. Arrays may be partly written; call `restore` to set the last committed values.
         """
-        values, is_source = self._values(), get_rank() == whole("src", src)
-        loaders = _loaders(values)
-        mine = _with_state_dicts(values, loaders)
+        is_source = get_rank() == whole("src", src)
+        mine, loaders = _with_state_dicts(self._values())
         skeleton, arrays = without_arrays(mine) if is_source else (None, [])
         box = [(skeleton, list(loaders))]
         broadcast_object_list(box, src)
@@ -111,9 +111,8 @@ class State:
 
     def _keep(self) -> None:
         """Keep a copy of all current values. After an exception, the whole new copy is kept, or the whole old one."""
-        values = self._values()
-        loaders = _loaders(values)
-        kept, write = copied(_with_state_dicts(values, loaders), self._kept)
+        values, loaders = _with_state_dicts(self._values())
+        kept, write = copied(values, self._kept)
         try:
             self._kept, self._loaders = kept, loaders
             write()
@@ -139,25 +138,23 @@ class State:
         vars(self).update(replaced(trees, loaded))
 
 
-def _loaders(values: dict[str, Any]) -> dict[Path, Any]:
-    """Return the objects with `state_dict` and `load_state_dict`, by their paths."""
-    found = dict[Path, Any]()
+def _with_state_dicts(
+    values: dict[str, Any], only: dict[Path, Any] | None = None
+) -> tuple[dict[str, Tree], dict[Path, Any]]:
+    """Return the values with the `state_dict` in place of each object that has one, and these objects by their paths.
 
-    def add(path: Path, x: Any) -> Any:
-        if not hasattr(x, "state_dict") or not hasattr(x, "load_state_dict") or isinstance(x, type):
-            return x
-        found[path] = x
-        return None
-
-    replaced(values, add)
-    return found
-
-
-def _with_state_dicts(values: dict[str, Any], loaders: dict[Path, Any]) -> dict[str, Tree]:
-    """Return the values with the `state_dict` in place of each object of `loaders` that is at its path."""
+    If `only` is given, an object that is not at the same path of it stays in its place.
+    """
+    found, state_dicts = dict[Path, Any](), dict[int, Any]()
 
     def state_dict(path: Path, x: Any) -> Any:
-        return x.state_dict() if path in loaders and loaders[path] is x else x
+        if not hasattr(x, "state_dict") or not hasattr(x, "load_state_dict") or isinstance(x, type):
+            return x
+        if only is not None and only.get(path) is not x:
+            return x
+        found[path] = x
+        if id(x) not in state_dicts:  # else its arrays would be copied and sent twice
+            state_dicts[id(x)] = x.state_dict()
+        return state_dicts[id(x)]
 
-    trees: dict[str, Tree] = replaced(values, state_dict)
-    return trees
+    return replaced(values, state_dict), found

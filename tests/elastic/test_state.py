@@ -248,6 +248,23 @@ def test_models_in_lists_and_dicts_stay_the_models_of_their_optimizers() -> None
     assert state.kind is torch.nn.Linear
 
 
+def test_an_object_that_is_in_a_state_twice_is_copied_once() -> None:
+    """Two calls of a module's `state_dict` return different tensors of the same memory."""
+    calls = itertools.count()
+
+    class Watched(Sampler):
+        def state_dict(self) -> dict[str, Any]:
+            next(calls)
+            return super().state_dict()
+
+    watched = Watched(5, 2)
+    state: Any = State(one=watched, many=[watched])
+    assert next(calls) == 1
+    watched.position = 4
+    state.restore()
+    assert (state.one, state.many, watched.position) == (watched, [watched], 0)
+
+
 def test_a_failed_commit_keeps_the_commit_before_it() -> None:
     state: Any = State(w=np.zeros(2), step=0)
     state.w += 1
