@@ -27,10 +27,9 @@ Path = tuple[Any, ...]
 
 def is_array(x: Any) -> bool:
     """Return whether a leaf is copied in place: an ndarray without objects, or a dense tensor."""
-    if not _is_tensor(x):
-        return type(x) is np.ndarray and not x.dtype.hasobject
-    torch: Any = sys.modules["torch"]
-    return x.layout is torch.strided and not x.is_quantized
+    if type(x) is np.ndarray:
+        return not x.dtype.hasobject
+    return _is_tensor(x) and x.layout is sys.modules["torch"].strided and not x.is_quantized
 
 
 def replaced(tree: Tree, replacement: Callable[[Path, Any], Any], path: Path = ()) -> Tree:
@@ -66,10 +65,12 @@ def copied(tree: Tree, into: Tree = None) -> tuple[Tree, Writes]:
     pairs: list[tuple[Any, Any]] = []
 
     def copy_of(path: Path, x: Any) -> Any:
-        if not is_array(x) and not _is_tensor(x):
+        if not is_array(x):
+            if _is_tensor(x) and id(x) not in memo:
+                memo[id(x)] = x.detach().clone()
             return copy.deepcopy(x, memo)
         if id(x) not in copies:
-            buffer = buffers.take(path, tuple(x.shape), x.dtype, _device(x)) if is_array(x) else None
+            buffer = buffers.take(path, tuple(x.shape), x.dtype, _device(x))
             if buffer is None:
                 buffer = x.detach().clone() if _is_tensor(x) else x.copy()
             else:
@@ -79,10 +80,10 @@ def copied(tree: Tree, into: Tree = None) -> tuple[Tree, Writes]:
 
     def write() -> None:
         for buffer, x in pairs:
-            if _is_tensor(x):
-                buffer.detach().copy_(x.detach())
-            else:
+            if type(x) is np.ndarray:
                 np.copyto(buffer, x)
+            else:
+                buffer.detach().copy_(x.detach())
 
     return rebuilt(tree, iter([copy_of(path, x) for path, x in flat(tree)])), write
 
@@ -157,10 +158,13 @@ class _Buffers:
         x = self._at.get(path)
         if x is None or id(x) in self._taken or (tuple(x.shape), x.dtype) != (shape, dtype):
             return None
-        if _device(x) != device or (type(x) is np.ndarray and not x.flags.writeable):
+        if type(x) is np.ndarray:
+            is_free, strides = x.flags.writeable, x.strides
+        else:
+            is_free, strides = x.device.type == device, x.stride()
+        if not is_free:
             return None
-        strides = x.stride() if _is_tensor(x) else x.strides
-        if any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True)):
+        if 0 in strides and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True)):
             return None  # its elements share memory, as after `expand`
         self._taken.add(id(x))
         return x
