@@ -150,6 +150,8 @@ def _with_state_dicts(
     def state_dict(path: Path, x: Any) -> Any:
         if not hasattr(x, "state_dict") or not hasattr(x, "load_state_dict") or isinstance(x, type):
             return x
+        if not callable(x.load_state_dict):
+            return x  # for example a dict whose attributes are its keys, and None for others
         if only is not None and only.get(path) is not x:
             return x
         found[path] = x

@@ -151,6 +151,17 @@ def test_dicts_of_other_types_keep_their_values() -> None:
     assert type(state.counts) is Counter
 
 
+def test_a_dict_that_has_every_attribute_is_a_dict() -> None:
+    class Config(dict[str, Any]):
+        def __getattr__(self, name: str) -> Any:
+            return self.get(name)
+
+    state: Any = State(config=Config(rate=1), configs=[Config(rate=2)])
+    state.config["rate"] = state.configs[0]["rate"] = 3
+    state.restore()
+    assert (state.config.rate, state.configs[0].rate) == (1, 2)
+
+
 def test_read_only_arrays_and_new_shapes() -> None:
     fixed = np.arange(3)
     fixed.flags.writeable = False
