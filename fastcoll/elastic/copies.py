@@ -116,8 +116,9 @@ def without_arrays(tree: Tree) -> tuple[Tree, list[Any]]:
 def with_buffers(skeleton: Tree, into: Tree) -> tuple[Tree, list[Any], Writes]:
     """Replace the slots of `skeleton` by arrays; return this tree, arrays to receive into, and a function to call next.
 
-    `skeleton` is a tree from `without_arrays`. An array at the same path of `into` is used if it fits. The arrays to
-    receive into are in host memory; the function copies what they received to tensors on other devices.
+    `skeleton` is a tree from `without_arrays`. An array at the same path of `into` is used if it fits, a tensor on any
+    device. A new tensor is on a device of the source's kind, or on the CPU if there is none here. The arrays to receive
+    into are in host memory; the function copies what they received to tensors on other devices.
     """
     buffers, found = _Buffers(into), dict[int, Any]()
 
@@ -125,10 +126,12 @@ def with_buffers(skeleton: Tree, into: Tree) -> tuple[Tree, list[Any], Writes]:
         if not isinstance(x, Slot):
             return x
         if x.index not in found:
-            buffer = buffers.take(path, x.shape, x.dtype, x.device)
+            buffer = buffers.take(path, x.shape, x.dtype)
             if buffer is None and x.device is not None:
                 torch: Any = sys.modules["torch"]
-                buffer = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+                kind = getattr(torch, x.device, None)  # a module, but not for the device meta
+                device = "cpu" if kind is not None and not kind.is_available() else x.device
+                buffer = torch.empty(x.shape, dtype=x.dtype, device=device)
             found[x.index] = np.empty(x.shape, x.dtype) if buffer is None else buffer
         return found[x.index]
 
@@ -153,15 +156,15 @@ class _Buffers:
         self._at = {path: x for path, x in flat(tree) if is_array(x)}
         self._taken: set[int] = set()
 
-    def take(self, path: Path, shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
-        """Return the array at a path if it is free and has this shape, dtype and device; else None."""
+    def take(self, path: Path, shape: tuple[int, ...], dtype: Any, device: str | None = None) -> Any:
+        """Return the array at a path if it is free and has this shape, dtype and device (None: any); else None."""
         x = self._at.get(path)
         if x is None or id(x) in self._taken or (tuple(x.shape), x.dtype) != (shape, dtype):
             return None
         if type(x) is np.ndarray:
             is_free, strides = x.flags.writeable, x.strides
         else:
-            is_free, strides = x.device.type == device, x.stride()
+            is_free, strides = device in (None, x.device.type), x.stride()
         if not is_free:
             return None
         if 0 in strides and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True)):

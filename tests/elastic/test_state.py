@@ -202,6 +202,17 @@ def test_tensors_stay_on_their_devices() -> None:
     write()
 
 
+def test_a_rank_without_a_gpu_receives_tensors_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs choose the device by `torch.cuda.is_available()`, so it can differ between the machines of a job."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    here = torch.arange(3.0)
+    skeleton, _ = without_arrays({"x": here, "y": here + 1})
+    slots = {name: replace(slot, device="cuda") for name, slot in skeleton.items()}
+    sent, rooms, _ = with_buffers(slots, {"x": here})
+    assert sent["x"] is here
+    assert [x.device.type for x in (*rooms, sent["y"])] == ["cpu", "cpu", "cpu"]
+
+
 def test_torch_modules_and_optimizers() -> None:
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
