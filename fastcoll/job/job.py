@@ -22,9 +22,8 @@ class Job:
     lease: StoreLease
     choice: BackendChoice  # of the world
     timeout: float  # seconds; the default of every group
-    is_joiner: bool = field(
-        default=False, init=False
-    )  # this rank was admitted to a running job, and has not copied its state
+    # Whether this rank was admitted to a running job, and has not copied the state of the other ranks yet.
+    is_joiner: bool = field(default=False, init=False)
     _places: dict[ProcessGroup, str] = field(
         default_factory=dict, init=False
     )  # key prefixes of the groups besides the world

@@ -21,6 +21,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -161,12 +162,12 @@ class NodeFailures:
         threading.Thread(target=ask, name="fastcoll-loss", daemon=True).start()
         return answer
 
-    def end_joining(self) -> None:
-        """Mark the job as ended, so that joiners no longer wait to be admitted. Never blocks."""
+    def end_joining(self, joiners: Sequence[str]) -> None:
+        """Mark the job as ended unless one of these joiners is a rank by now, so that none waits. Never blocks."""
 
         def end() -> None:
             with contextlib.suppress(StoreError):  # the launcher ends at the same moment
-                if (store := self._store) is not None:
+                if (store := self._store) is not None and not Attempts(store).have_joined(joiners):
                     Attempts(store).end()
 
         threading.Thread(target=end, name="fastcoll-joining", daemon=True).start()

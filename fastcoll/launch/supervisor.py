@@ -15,7 +15,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -97,7 +97,8 @@ class Supervisor:
             the others is not replaced.
         report: publishes the failure of a process, in a job that may go on without failed ranks (an elastic job); the
             result is the job's state after that failure.
-        end_joining: in an elastic job of one node, ends the wait of joiners when only joiners still run.
+        end_joining: in an elastic job of one node, ends the wait of these joiners when only they still run, unless one
+            of them is a rank by now.
         metrics: counts failed ranks and their replacements.
 
     Attributes:
@@ -121,7 +122,7 @@ class Supervisor:
         tick: float = TICK_SECONDS,
         outputs: Outputs | None = None,
         report: Callable[[Loss], Future[Standing | None]] | None = None,
-        end_joining: Callable[[], None] | None = None,
+        end_joining: Callable[[Sequence[str]], None] | None = None,
         metrics: MetricsServer | None = None,
     ) -> None:
         self.ranks: list[RankProcess] = []
@@ -197,7 +198,8 @@ class Supervisor:
         code = rank.reap()
         has_succeeded = any(other.process.returncode == 0 for other in self.ranks)
         if self._end_joining and has_succeeded and self._running and all(r.is_joiner for r in self._running):
-            self._end_joining()  # a joiner that is not a rank yet would wait for its whole timeout
+            # If none of them is a rank yet, each would wait for its whole timeout.
+            self._end_joining([joiner.process_name.name for joiner in self._running])
         if code == 0 or self._kill_at is not None:
             return
         if self._metrics is not None:

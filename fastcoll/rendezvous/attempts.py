@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -115,6 +116,10 @@ class Attempts:
     def join(self, name: str) -> None:
         """Record that the process `name` is a rank of the job."""
         self._keys.set(f"joined/{name}", b"1")
+
+    def have_joined(self, names: Iterable[str]) -> bool:
+        """Return whether any of these processes is a rank of the job. Never blocks."""
+        return any(self._keys.peek([f"joined/{name}" for name in names]))
 
     def end(self) -> None:
         """Mark the job as ended, so that every process that waits to join it raises JobEndedError (job/joining.py)."""

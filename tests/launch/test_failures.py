@@ -55,6 +55,25 @@ def test_no_failure_is_published_when_all_end_well(joined: list[NodeFailures]) -
     assert [node.failure() for node in joined] == [None] * 3
 
 
+def test_joiners_wait_on_while_one_of_those_that_run_is_a_rank() -> None:
+    """A joiner that was admitted goes on after all other ranks have left, and may admit those that wait."""
+
+    def end_joining() -> bool:
+        node.end_joining(["0.new1", "0.new2"])
+        for thread in threading.enumerate():
+            if thread.name == "fastcoll-joining":
+                thread.join()
+        return store.check(["elastic/over"])
+
+    with NodeFailures(1, 0, "127.0.0.1", free_port()) as node:
+        store = TCPStore("127.0.0.1", int(node.address.rpartition(":")[2]), timeout=LIMIT)
+        store.set("elastic/start/joined/0.new2", "1")
+        assert not end_joining()
+        store.delete_key("elastic/start/joined/0.new2")
+        assert end_joining()
+        store.close()
+
+
 def test_a_failure_reaches_a_node_that_starts_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_FIRST_SECONDS", 0.0)
     port = free_port()
