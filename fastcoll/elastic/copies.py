@@ -20,7 +20,6 @@ from ..core.trees import flat, rebuilt
 
 Tree = Any
 
-
 Path = tuple[Any, ...]
 """The keys and indices that lead to a value in a tree."""
 
@@ -136,15 +135,13 @@ def with_buffers(skeleton: Tree, into: Tree) -> tuple[Tree, list[Any], Writes]:
         return found[x.index]
 
     tree = rebuilt(skeleton, iter([buffer_for(path, x) for path, x in flat(skeleton)]))
-    arrays = [
-        found[index].detach() if _is_tensor(found[index]) else found[index] for index in range(len(found))
-    ]
-    apart = {k: x for k, x in enumerate(arrays) if _device(x) not in (None, "cpu")}
-    rooms = [x.new_empty(x.shape, device="cpu") if k in apart else x for k, x in enumerate(arrays)]
+    arrays = [x.detach() if _is_tensor(x) else x for _, x in sorted(found.items())]
+    rooms = [x if _device(x) in (None, "cpu") else x.new_empty(x.shape, device="cpu") for x in arrays]
 
     def write() -> None:
-        for k, x in apart.items():
-            x.copy_(rooms[k])
+        for x, room in zip(arrays, rooms, strict=True):
+            if room is not x:
+                x.copy_(room)
 
     return tree, rooms, write
 
