@@ -100,7 +100,7 @@ class State:
                 name = ".".join(map(str, missing[0]))
                 raise UsageError(
                     f"the state's {name} is an object with load_state_dict on rank {src}, and not here; make this "
-                    "object before the state is copied, on all ranks"
+                    "object on all ranks before the state is copied, which `run` does first"
                 )
             self._put(mine, {path: loaders[path] for path in paths})
         self._keep()
