@@ -267,10 +267,15 @@ class _Run:
         current_job().is_joiner = False  # in a later run it is a rank like the others
         self._has_state, self._grows = True, all(finds)
         before, self._size, self._restarts = sizes[source], sizes[source], restarts[source]
+
+        def count() -> None:
+            self._size = size
+
         if before != size and self._terms.on_change is not None:
+            self._state.at_commit(count)  # on_change may commit and then fail because of a death
             self._terms.on_change(before, size)
             self._state.commit()  # a death before the next commit must not undo what it has set for this size
-        self._size = size
+        count()
 
     def _displaced(self, ranks: Sequence[int], what: str) -> FastcollError:
         """Return this rank's error for a round in which joiners are at another point of the program than the others.

@@ -41,7 +41,7 @@ class Course:
         seconds: the least duration of a step.
         forming: seconds for a world with joiners to form.
         die: by step and world size, the rank that ends there, and how: "kill", "raise", "interrupt", or "outlive",
-            which means that it kills itself once the store is lost.
+            which means that it kills itself once the store is lost. Step -1 is in `on_change`, after a commit.
         at: a function of the package, as module:name, an action when this process calls it, "kill" or "stop", and at
             which call.
         node: the node that this process pretends to be on.
@@ -110,6 +110,11 @@ def take_part(rank: int, n: int, url: str, address: str, course: Course) -> dict
         def change(old: int, new: int) -> None:
             seen["changes"].append((old, new))
             state.rate *= new / old
+            victim, how = course.die.get((-1, new), (-1, ""))
+            if how:
+                state.commit()
+                _end(how if victim == dist.get_rank() else "")
+                dist.barrier()
 
         options = {"on_change": change, **course.options}
         try:

@@ -60,6 +60,13 @@ def test_what_a_change_sets_survives_a_death_before_the_next_commit() -> None:
     assert (result["changes"], result["rate"]) == ([(3, 2), (2, 1)], 1)
 
 
+def test_a_commit_in_on_change_before_a_death_in_it_counts() -> None:
+    with crew.nothing_left(), Crowd() as crowd:
+        crowd.begin(3, Course(die={(3, 3): (2, "kill"), (-1, 2): (1, "kill")}))
+        result = check(crowd.end_of(0), STEPS)
+    assert (result["changes"], result["rate"]) == ([(3, 2), (2, 1)], 1)
+
+
 @pytest.mark.parametrize("backend", ["shm", "tcp", "auto"])
 def test_one_grows_to_four(backend: str) -> None:
     course = replace(UNTIL_ENOUGH, options={"max_ranks": 4}, backend=backend)
