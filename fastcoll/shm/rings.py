@@ -1,10 +1,11 @@
 """Point-to-point between ranks of a segment: one byte ring for each ordered pair, in the sender's section.
 
 A message is sent as a *frame*: nbytes, kind (tag and dtype code) and the payload, padded to 64 bytes. The sender writes
-it into the ring in pieces of 16 to 64 KiB, or a quarter of the ring, so that copying in and copying out overlap; a
-frame that fits into one piece becomes visible with one store. The receiver consumes frames in order. It copies the
-payload into the array of the matching receive, or into memory of its own, and writes an *ack* when a receive has
-matched. The order of acks may differ from the order of messages, so an ack has the message's number (counted from 1).
+it into the ring in pieces, so that copying in and copying out overlap: two pieces up to 32 KiB, then pieces of 16 to
+64 KiB, or a quarter of the ring. A frame of up to 1 KiB becomes visible with one store. The receiver consumes frames in
+order. It copies the payload into the array of the matching receive, or into memory of its own, and writes an *ack* when
+a receive has matched. The order of acks may differ from the order of messages, so an ack has the message's number
+(counted from 1).
 
     word of the ring       writer    meaning
     HEAD                   sender    bytes produced (release: the bytes below are written)
@@ -66,7 +67,7 @@ NEVER_FULL = ENDLESS = 1 << 62
 
 FRAME_HEADER = 16
 FRAME_UNIT = 64
-SMALLEST_PIECE, LARGEST_PIECE, PIECES_A_RING = 16 << 10, 64 << 10, 4
+SMALLEST_PIECE, LARGEST_HALF, LARGEST_PIECE, PIECES_A_RING = 1 << 10, 16 << 10, 64 << 10, 4
 IS_DIRECT = 1 << 62  # bit in the kind of a message
 _READ_AT_ONCE = 256 << 10  # bytes; they take 20 us
 _LINES_AHEAD = 4  # cache lines of the next message to prefetch
@@ -181,8 +182,8 @@ def frame_of(nbytes):
 @inlined
 def _piece(m, nbytes):
     """Return the most bytes of a message of `nbytes` that are written or read at once."""
-    wanted = min(max(SMALLEST_PIECE, nbytes // 32), LARGEST_PIECE)
-    return min(wanted, load_word(m, RING) // PIECES_A_RING)
+    half = min(max(SMALLEST_PIECE, nbytes // 2), LARGEST_HALF)
+    return min(max(half, nbytes // 32), LARGEST_PIECE, load_word(m, RING) // PIECES_A_RING)
 
 
 @inlined
