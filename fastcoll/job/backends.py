@@ -7,6 +7,7 @@ makes backends of that kind (`Make`). A backend's package, and with it Numba, is
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -147,6 +148,12 @@ def is_gloo_available() -> bool:
 def is_mpi_available() -> bool:
     """Return whether the MPI backend can be used: mpi4py finds a library, and an MPI launcher started this process."""
     return is_backend_available(Backend.MPI)
+
+
+def is_mpi_initialised() -> bool:
+    """Return whether this process has initialised MPI through mpi4py."""
+    MPI = sys.modules.get("mpi4py.MPI")
+    return MPI is not None and bool(MPI.Is_initialized())
 
 
 def is_nccl_available() -> bool:

@@ -48,11 +48,11 @@ class GroupRequest:
             store.set(f"{self.key}/request/{self.digest.hex()}", self._text)
         store.set(f"{self.key}/asked/{self._lease.rank}", self.digest)
 
-    def is_agreed(self, asked: Sequence[int], timeout: float, splits: bool) -> bool:
+    def is_agreed(self, asked: Sequence[int], timeout: float, all_ranks: bool) -> bool:
         """Wait for the requests of the ranks `asked`, and return whether they are the same as this one.
 
         False: the others have made another group, for which this rank has left out its call. This cannot happen if
-        ranks split the world's communicator (`splits`), because members then wait for all ranks.
+        all ranks of the world are asked (`all_ranks`), because members then wait for all ranks.
 
         Raises:
             MismatchError: the requests differ for another reason.
@@ -66,7 +66,7 @@ class GroupRequest:
         digest = self._lease.store.get(f"{self.key}/asked/{rank}")
         request = self._lease.store.get(f"{self.key}/request/{digest.hex()}")
         other, theirs = json.loads(request)
-        left_out = None if splits else self._left_out(rank, request, timeout)
+        left_out = None if all_ranks else self._left_out(rank, request, timeout)
         if left_out is None:
             raise MismatchError(
                 f"new_group, call {self.key}: rank {mine} asks for ranks {self._ranks} with {self._backend}, rank "

@@ -16,7 +16,7 @@ from ..core.operands import WORLD_OF_ONE, check_unused, positive_seconds, whole,
 from ..core.work import Timeout
 from ..errors import UsageError
 from ..failpoints import reach
-from .backends import Backend, load, parse_backend
+from .backends import Backend, is_mpi_initialised, load, parse_backend
 from .group_requests import GroupRequest
 from .groups import Group, GroupMember, NonMember, get_backend_config, get_process_group_ranks, groups
 from .job import Job
@@ -38,9 +38,9 @@ def new_group(
     """Make a group of some ranks of the world.
 
     Every rank of the world calls this, members and non-members, in the same order for all groups. Only the members
-    wait for one another; with NCCL all ranks do, because they split the world's communicator, and the first group over
-    MPI waits until all ranks have initialised MPI. If a rank leaves out the call for a group that it is not in, its
-    next call logs a warning and is matched with the next call of the others.
+    wait for one another; with NCCL all ranks do, because they split the world's communicator, and for the first group
+    over MPI, because they initialise MPI. If a rank leaves out the call for a group that it is not in, its next call
+    logs a warning and is matched with the next call of the others.
 
     Args:
         ranks: global ranks, in any order. None: all.
@@ -81,10 +81,11 @@ def new_group(
     world, in_order = groups.world, chosen == sorted(chosen)
     nccl = choice.by_device.get("cuda") == Backend.NCCL and world.failure is None
     splits = not use_local_synchronization and in_order and nccl and world.gpus.splits()
-    asked = range(size) if splits else chosen
+    # MPI_Init waits for all ranks, without a timeout, so they first wait for one another in the store.
+    initialises = choice.initialises_mpi and not use_local_synchronization and not is_mpi_initialised()
+    waits_for_all = splits or initialises
+    asked = range(size) if waits_for_all else chosen
     reach("new_group.enter")
-    if choice.initialises_mpi and not use_local_synchronization:
-        load(choice)  # MPI_Init waits for all ranks, those outside the group, too
     with job.making(chosen, f"new_group({chosen})", counted=not use_local_synchronization):
         while True:
             key = _key(job, chosen, use_local_synchronization)
@@ -92,11 +93,13 @@ def new_group(
             if not use_local_synchronization or job.lease.rank in chosen:
                 request.publish()
                 reach("new_group.after_request")
-            if job.lease.rank not in chosen and not splits:
+            if job.lease.rank not in chosen and not waits_for_all:
                 return GroupMember.NON_GROUP_MEMBER
-            if request.is_agreed(asked, limit, splits):
+            if request.is_agreed(asked, limit, waits_for_all):
                 break
             job.lease.settle()
+        if initialises:
+            load(choice)
         group = None
         if job.lease.rank in chosen:
             name = f"{group_desc} ({key})" if group_desc else key

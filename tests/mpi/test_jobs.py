@@ -169,6 +169,22 @@ def test_a_world_without_mpi_may_have_a_group_over_mpi(python: Path) -> None:
 
 
 @pytest.mark.usefixtures("swept")
+def test_a_rank_that_leaves_out_the_first_group_over_mpi_is_named(python: Path) -> None:
+    """The others wait for it before they call MPI_Init, which has no timeout."""
+    code = f"""{SCRIPT.replace('"mpi", ', "")}
+if rank == 0:
+    try:
+        dist.new_group([0], timeout=2, backend="mpi")
+    except dist.StoreTimeoutError as error:
+        print("named:", "rank 1" in str(error))
+dist.barrier()
+"""
+    status, output = run(python, 2, "-c", code)
+    assert status == 0, output
+    assert "named: True" in output
+
+
+@pytest.mark.usefixtures("swept")
 @pytest.mark.parametrize(
     ("end", "why"), [("rank or os.kill(os.getpid(), signal.SIGKILL)", ""), ("assert rank", "AssertionError")]
 )
