@@ -6,6 +6,7 @@ makes backends of that kind (`Make`). A backend's package, and with it Numba, is
 
 from __future__ import annotations
 
+import atexit
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,16 @@ def _load_mpi() -> MakeInJob:
 
     load()
     return MpiBackend.make
+
+
+@atexit.register
+def _finalize_mpi() -> None:
+    """Finalize MPI at exit if fastcoll has initialised it.
+
+    Hooks run newest first. Those that leave groups are registered after this one, so they run first.
+    """
+    if (library := sys.modules.get("fastcoll.net.mpi.library")) is not None:
+        library.finalize()
 
 
 BACKENDS: dict[str, Callable[[], MakeInJob]] = {"shm": _load_shm, "tcp": _load_tcp, "mpi": _load_mpi}

@@ -244,17 +244,22 @@ print("done")
 
 
 @pytest.mark.usefixtures("swept")
-def test_fastcoll_finalizes_the_mpi_that_it_has_initialised(python: Path) -> None:
+@pytest.mark.parametrize("world", ["mpi", "auto"])
+def test_fastcoll_finalizes_the_mpi_that_it_has_initialised(python: Path, world: str) -> None:
+    """It does so after it has left its groups, also one that was made after the world."""
     code = f"""
 import mpi4py
 mpi4py.rc.initialize = False
-{SCRIPT}
+{SCRIPT.replace('"mpi"', repr(world))}
+group = dist.new_group(backend="mpi")
 from mpi4py import MPI
-MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: print("finalized")), 1)
-dist.all_reduce(np.ones(3))
+def at_finalize(*_):
+    print("finalized, in a group:", dist.is_initialized())
+MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=at_finalize), 1)
+dist.all_reduce(np.ones(3), group=group)
 """
     status, output = run(python, 2, "-c", code)
-    assert (status, output.count("finalized")) == (0, 2), output
+    assert (status, output.count("finalized, in a group: False")) == (0, 2), output
 
 
 @pytest.mark.usefixtures("swept")

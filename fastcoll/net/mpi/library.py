@@ -10,7 +10,6 @@ the attributes of MPI_COMM_SELF before it does anything else: one of them has a 
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import importlib
 import importlib.metadata
@@ -115,19 +114,21 @@ def why_unavailable(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 _loaded: MpiLibrary | None = None
+_initialised_in = (
+    0  # the process in which `load` has initialised MPI; a child made by fork must not finalize it
+)
 _loading = threading.RLock()  # several threads may load the library at the same time
 
 
 def load() -> MpiLibrary:
     """Import mpi4py, and initialise MPI unless the program has.
 
-    If this function initialises MPI, it also finalizes MPI when the process exits, unless the program does. mpi4py does
-    that only if it has initialised MPI itself; without it, Open MPI's launcher reports that the job has failed.
+    If this function initialises MPI, `finalize` finalizes it when the process exits.
 
     Raises:
         UnavailableError: there is no mpi4py or MPI library, another launcher started this process, or MPI is finalized.
     """
-    global _loaded
+    global _loaded, _initialised_in
     with _loading:
         if _loaded is None:
             if problem := why_unavailable():
@@ -135,13 +136,22 @@ def load() -> MpiLibrary:
             MPI: Any = importlib.import_module("mpi4py.MPI")  # initialises MPI, unless mpi4py.rc forbids it
             if not MPI.Is_initialized():
                 MPI.Init_thread(MPI.THREAD_MULTIPLE)
-                pid = os.getpid()  # a child made by fork must not finalize its parent's MPI
-                atexit.register(lambda: os.getpid() != pid or MPI.Is_finalized() or MPI.Finalize())
+                _initialised_in = os.getpid()
             if not MPI.Is_finalized():
                 _loaded = MpiLibrary.of(MPI)
         if _loaded is None or _loaded.MPI.Is_finalized():
             raise UnavailableError(f"the backend 'mpi' is not available: {_FINALIZED}")
         return _loaded
+
+
+def finalize() -> None:
+    """Finalize MPI if `load` has initialised it and the program has not finalized it; called at exit.
+
+    mpi4py does this only if it has initialised MPI itself. Without it, Open MPI's launcher reports that the job has
+    failed.
+    """
+    if _loaded is not None and _initialised_in == os.getpid() and not _loaded.MPI.Is_finalized():
+        _loaded.MPI.Finalize()
 
 
 def is_cuda_aware(functions: Any) -> bool:
