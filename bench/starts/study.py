@@ -211,6 +211,7 @@ def draw(
     for axes in (times, amounts):
         axes.set_xscale("log")
         axes.set_xticks([4, 16, 64, 256, 1000, 10_000], ["4", "16", "64", "256", "1,000", "10,000"])
+        axes.set_xlim(3, 15_000)
         axes.minorticks_off()
         axes.set_xlabel("ranks")
         axes.grid(True, alpha=0.3)
