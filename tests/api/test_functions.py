@@ -325,7 +325,9 @@ def test_the_local_rank_is_the_launchers_or_else_the_argument(monkeypatch: pytes
         dist.get_node_local_rank()
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert dist.get_node_local_rank(2) == 3
-    for wrong in ("", "x", "-1", "1" * 5000):
+    monkeypatch.setenv("LOCAL_RANK", "")
+    assert dist.get_node_local_rank(2) == 2
+    for wrong in ("x", "-1", "1" * 5000):
         monkeypatch.setenv("LOCAL_RANK", wrong)
         with pytest.raises(UsageError, match=r"LOCAL_RANK='.* must be a whole number"):
             dist.get_node_local_rank(2)

@@ -254,7 +254,7 @@ mpi4py.rc.initialize = False
 group = dist.new_group(backend="mpi")
 from mpi4py import MPI
 def at_finalize(*_):
-    print("finalized, in a group:", dist.is_initialized())
+    sys.stdout.write(f"finalized, in a group: {{dist.is_initialized()}}\\n")
 MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=at_finalize), 1)
 dist.all_reduce(np.ones(3), group=group)
 """
