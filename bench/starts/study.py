@@ -146,7 +146,7 @@ def draw(
     starts: Sequence[Start], here: Sequence[Outcome], far: dict[bool, list[tuple[Job, Outcome]]]
 ) -> Figure:
     """Return the picture: the time, and messages and connections of a rank, over the number of ranks."""
-    figure = Figure(figsize=(11, 4.6), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(11, 6.2), layout="constrained", facecolor="white")
     times, amounts = figure.subplots(1, 2)
     for several, mark, colour in ((False, "o", "#D55E00"), (True, "^", "#0072B2")):
         chosen = [(s, o) for s, o in zip(starts, here, strict=True) if (s.job.nodes > 1) == several]
@@ -216,7 +216,7 @@ def draw(
         axes.set_xlabel("ranks")
         axes.grid(True, alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=1)
     return figure
 
 
