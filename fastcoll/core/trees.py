@@ -181,9 +181,13 @@ def rebuilt(x: Any, arrays: Iterator[Any]) -> Any:
             new[key] = rebuilt(x[key], arrays)  # a Counter's `update` would add
         return new
     if isinstance(x, list | tuple):
-        items = [rebuilt(y, arrays) for y in x]
-        return x._make(items) if hasattr(x, "_make") else type(x)(items)  # a namedtuple
+        return sequence_like(x, [rebuilt(y, arrays) for y in x])
     return next(arrays)
+
+
+def sequence_like(x: Any, items: list[Any]) -> Any:
+    """Return a list, tuple or namedtuple of the type of x with these items."""
+    return x._make(items) if hasattr(x, "_make") else type(x)(items)
 
 
 def all_reduce(group: Caller, tensors: Any, op: ReduceOp, async_op: bool) -> Any:

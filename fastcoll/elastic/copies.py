@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.trees import flat, rebuilt
+from ..core.trees import flat, rebuilt, sequence_like
 
 Tree = Any
 
@@ -46,7 +46,7 @@ def replaced(tree: Tree, replacement: Callable[[Path, Any], Any], path: Path = (
         return new
     if isinstance(tree, list | tuple):
         items = [replaced(x, replacement, (*path, index)) for index, x in enumerate(tree)]
-        return tree._make(items) if hasattr(tree, "_make") else type(tree)(items)  # a namedtuple
+        return sequence_like(tree, items)
     return tree
 
 

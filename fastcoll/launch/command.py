@@ -107,9 +107,14 @@ def _run_once(
         end_joining = nodes.end_joining if nodes and job.elastic and job.nodes == 1 else None
         try:
             return supervise(
-                job, logs=logs, nodes=nodes, min_ranks=options.min_ranks, max_restarts=restarts, report=report,
+                job,
+                logs=logs,
+                nodes=nodes,
+                min_ranks=options.min_ranks,
+                max_restarts=restarts,
+                report=report,
                 end_joining=end_joining,
-            ).run()  # fmt: skip
+            ).run()
         except OSError as error:
             failure = not_run(error)
             console.say(failure.text)

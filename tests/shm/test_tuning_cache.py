@@ -285,9 +285,8 @@ def test_rows_with_few_calls_are_not_saved():
 @pytest.mark.ranks(2, 3)
 def test_all_ranks_begin_with_the_times_of_rank_0(rank, world_size, tmp_path, use, monkeypatch):
     """Each rank has its own file; rank 0 saves the times at the end."""
-    monkeypatch.setattr(
-        random, "random", lambda: 0.5
-    )  # what is left of a back-off, which must not be 0 calls
+    # Every back-off begins in its middle. A random one may have 0 calls left, which the count below would miss.
+    monkeypatch.setattr(random, "random", lambda: 0.5)
     use(tmp_path / f"{rank}.json")
     group = dist.new_group(backend="shm")
     conditions = group.backend.conditions

@@ -114,9 +114,8 @@ def why_unavailable(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 _loaded: MpiLibrary | None = None
-_initialised_in = (
-    0  # the process in which `load` has initialised MPI; a child made by fork must not finalize it
-)
+# The process in which `load` has initialised MPI. A child made by fork must not finalize it.
+_initialised_in = 0
 _loading = threading.RLock()  # several threads may load the library at the same time
 
 
