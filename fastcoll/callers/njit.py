@@ -261,6 +261,14 @@ def _split_equally(descriptor, code, table, sizes, rows, nbytes):
     _split(descriptor, code, table, np.full(len(table), rows // len(table)), rows, nbytes)
 
 
+@register_jitable
+def _split_as_given(descriptor, code, table, sizes, rows, nbytes):
+    if len(sizes) == 0:
+        _split_equally(descriptor, code, table, sizes, rows, nbytes)
+    else:
+        _split(descriptor, code, table, sizes, rows, nbytes)
+
+
 def _splitting(sizes: Any, name: str, *arrays: Any) -> Any:
     """Return the function that writes split sizes of this type into a table.
 
@@ -269,11 +277,11 @@ def _splitting(sizes: Any, name: str, *arrays: Any) -> Any:
     """
     if any(array.ndim == 0 for array in arrays):
         raise TypingError(f"{name} divides arrays along their first dimension; give arrays that have one")
-    if is_none(sizes):
+    if is_none(sizes) or sizes == types.Tuple(()):
         return _split_equally
     if not isinstance(getattr(sizes, "dtype", None), types.Integer) or getattr(sizes, "ndim", 1) != 1:
         raise TypingError(f"split sizes are of type {sizes}; give a tuple, a list or an array of integers")
-    return _split
+    return _split_as_given
 
 
 # ---- reductions -------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from itertools import pairwise
 
 from ..config import MOST_SECONDS
 from .table import MAX_ANSWER, MAX_KEY, MAX_VALUE, SHAPES, Op, StoreRequest
@@ -106,7 +107,7 @@ def check_answer(request: StoreRequest, status: ReplyStatus, fields: Sequence[by
         sound = op in _WAITING and _is_number(first) and set(fields[1:]) <= set(request.keys)
     elif op is Op.KEYS:
         check_texts(fields)
-        sound = all(low < high for low, high in zip((*request.keys, *fields), fields, strict=False))
+        sound = all(low < high for low, high in pairwise([*request.keys, *fields]))
     else:
         sound = _SOUND[op](len(request.keys), fields)
     if not sound:

@@ -54,7 +54,8 @@ class Op(IntEnum):
     NUM_KEYS = 9
     PEEK = 10
     POP = 11  # removes the first item of the queue under a key, and returns it; with the last item the key is removed
-    KEYS = 12  # returns the keys that sort after the given one, in order, as many as fit into an answer
+    # Returns the keys in order, as many as fit into an answer. If a key is given, only those that sort after it.
+    KEYS = 12
     # The server sets this key when the client's connection ends, unless the key is set by then. A WILL without a key
     # withdraws the client's earlier WILL.
     WILL = 13
@@ -69,7 +70,8 @@ SHAPES: dict[Op, tuple[int, int, int]] = {
     Op.RETIRE: (1, 1, 1),
     Op.SET: (1, MAX_KEYS_PER_REQUEST, 1),
     **dict.fromkeys((Op.GET, Op.WAIT, Op.CHECK, Op.PEEK), (1, MAX_KEYS_PER_REQUEST, 0)),
-    **dict.fromkeys((Op.DELETE, Op.POP, Op.KEYS), (1, 1, 0)),
+    Op.KEYS: (0, 1, 0),
+    **dict.fromkeys((Op.DELETE, Op.POP), (1, 1, 0)),
     **dict.fromkeys((Op.ADD, Op.APPEND), (1, 1, 1)),
     Op.COMPARE_SET: (1, 1, 2),
 }
@@ -183,7 +185,7 @@ class Table:
                     self.remove(key)
                 return [queue[_ITEM.size : end]]
             case Op.KEYS:
-                return _those_that_fit(sorted(name for name in data if name > key))
+                return _those_that_fit(sorted(name for name in data if name > key or not request.keys))
 
     def put(self, key: bytes, value: bytes) -> None:
         """Set one key; StoreError: a limit would be exceeded."""
@@ -326,7 +328,7 @@ class TableStore(Store):
 
     def list_keys(self) -> list[str]:
         keys: list[bytes] = []
-        while more := self._do(Op.KEYS, [keys[-1].decode() if keys else ""]):
+        while more := self._do(Op.KEYS, [key.decode() for key in keys[-1:]]):
             keys += more
         return [key.decode() for key in keys]
 

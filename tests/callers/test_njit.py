@@ -283,8 +283,10 @@ def test_split_sizes(rank, world_size):
             dist.all_to_all_single(out, x, taken, given)
         assert_same(out, want, tail)
     x, out, even = np.arange(2.0 * world_size), np.zeros(2 * world_size), (2,) * world_size
-    divide(out, x, None, even)
-    assert_same(out, np.tile(x[2 * rank : 2 * rank + 2], world_size), "equal parts")
+    for equal in (None, (), np.empty(0, np.int64)):
+        out.fill(0)
+        divide(out, x, equal, even)
+        assert_same(out, np.tile(x[2 * rank : 2 * rank + 2], world_size), "equal parts")
     for sizes in wrong_sizes(world_size):
         with pytest.raises(dist.UsageError, match=rf"split sizes must be {world_size} numbers >= 0"):
             divide(out, x, even, sizes)
@@ -318,6 +320,9 @@ def test_reduce_scatter_of_parts(rank, world_size):
     for wrong in wrong_sizes(world_size):
         with pytest.raises(dist.UsageError, match=rf"split sizes must be {world_size} numbers >= 0"):
             reduce_parts(np.ones(2), x, np.array(wrong), ReduceOp.SUM)
+    out = np.zeros(2)
+    reduce_parts(out, x, even[:0], ReduceOp.SUM)
+    assert_same(out, np.full(2, float(world_size)), "equal parts")
     with pytest.raises(dist.UsageError, match="must have the same dtype and number of elements"):
         reduce_parts(np.ones(3), x, even, ReduceOp.SUM)
     other = np.array((1, 3, *even[2:]) if rank == 1 else (3, 1, *even[2:]))

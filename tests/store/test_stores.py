@@ -351,7 +351,7 @@ def test_queues(like_torch: Any) -> None:
 
 def test_keys_are_listed(like_torch: Any) -> None:
     assert like_torch.list_keys() == []
-    names = sorted(f"key{number}" for number in range(1500))
+    names = ["", *sorted(f"key{number}" for number in range(1500))]
     like_torch.multi_set(names, names)
     like_torch.delete_key("key7")
     assert sorted(like_torch.list_keys()) == sorted({*names} - {"key7"})
