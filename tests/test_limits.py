@@ -50,3 +50,18 @@ def test_a_test_that_hangs_shows_its_stacks(pytester: pytest.Pytester) -> None:
     second = pytester.runpytest_subprocess("-k", "itself")
     assert second.ret == -9
     second.stderr.fnmatch_lines(["*a test did not end*", "*test_that_hangs_itself (*"])
+
+
+@pytest.mark.long
+def test_a_run_in_two_processes_ends_after_one_of_them_has_died(pytester: pytest.Pytester) -> None:
+    pytest.importorskip("xdist")
+    here = Path(__file__).parent
+    pytester.makeini(f"[pytest]\npythonpath = {here}")
+    pytester.makeconftest((here / "conftest.py").read_text())
+    files = {f"test_{index}": "def test_that_passes(): pass" for index in range(6)}
+    pytester.makepyfile(
+        **files, test_last="import os, signal\ndef test_last(): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    result = pytester.runpytest_subprocess("-n", "2", "--dist", "loadfile")
+    result.assert_outcomes(passed=6, failed=1)
+    result.stdout.fnmatch_lines(["worker 'gw*' crashed while running 'test_last.py::test_last'"])

@@ -145,10 +145,15 @@ def test_a_launcher_serves_exact_numbers_and_the_port_is_closed_after_the_job(
 
 
 def test_without_a_launcher_the_first_rank_serves_until_it_leaves(start: Start, port: int) -> None:
-    forks = "pid = os.fork()\nif not pid: stay('over'); os._exit(0)\ndist.destroy_process_group()\n"
-    text = CALLS.replace("dist.destroy_process_group()\n", forks) + (
-        "done(f'left{rank}')\nstay('over')\nos.waitpid(pid, 0)\n"
-    )
+    forks = """
+parent = os.getpid()
+if not os.fork():
+    done(f"forked{rank}")
+    while os.getppid() == parent: time.sleep(0.01)
+    os._exit(0)
+dist.destroy_process_group()
+"""
+    text = CALLS.replace("dist.destroy_process_group()\n", forks) + "done(f'left{rank}')\nstay('over')\n"
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     jobs = [start(text, sys.executable, RANK=str(rank), **common) for rank in range(2)]
     for rank in range(2):
@@ -158,7 +163,7 @@ def test_without_a_launcher_the_first_rank_serves_until_it_leaves(start: Start, 
     assert found("restarts_total") == {}, "only a launcher knows them"
     Path("go").touch()
     for rank in range(2):
-        ready(jobs[rank], f"left{rank}")
+        ready(jobs[rank], f"left{rank}", f"forked{rank}")
     assert not is_open(port), "the process goes on, and so does a child that it has forked in the job"
     Path("over").touch()
     for job in jobs:
