@@ -77,6 +77,8 @@ def use_store(fleet: Fleet, seen: Seen, count: int) -> None:
             lambda: store.multi_get(["a", "n"]),
             lambda: store.peek(["a", "b"]),
             lambda: store.compare_set("a", "1", "1"),
+            lambda: store.set_new(["a", "c"], ["1", "2"]),
+            lambda: store.exchange("a", "1", "b", 0.1),
             lambda: store.queue_push("q", "1"),
             lambda: store.queue_pop("q", block=False),
             lambda: store.delete_key("a"),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..core.group import ProcessGroup
 from ..errors import RendezvousError, StoreError, StoreTimeoutError, UsageError
 from ..rendezvous import has_handler, meet
-from ..rendezvous.join import has_failed, registered
+from ..rendezvous.join import Claim, claim, has_failed, registered
 from ..store import PrefixStore, Store, imported
 from ..store.store import Rendezvous, limited
 from ..store.waiting import LateWarning
@@ -37,6 +37,8 @@ class Found(NamedTuple):
     """`close(seconds)` releases the store; the rank that serves it waits up to `seconds` for the other ranks first."""
     confirm: Callable[[ProcessGroup], None] = lambda world: None
     """Raises if the new world must not be used, because an attempt to meet or to join has failed."""
+    claim: Claim | None = None
+    """The result of claiming the rank in the store, if that has been done."""
 
 
 def finder(
@@ -62,7 +64,8 @@ def finder(
 
         return meet_in_store_of_rank_0
     if store is None:
-        return functools.partial(find_others, init_method or "env://", rank, world_size, limit, group_name)
+        url = init_method or "env://"
+        return functools.partial(find_others, url, rank, world_size, limit, group_name, str(choice))
     if init_method is not None:
         raise UsageError(f"store and init_method={init_method!r} are both given; give one of them")
     store = imported(store)
@@ -131,11 +134,18 @@ def _use(
 
 
 def find_others(
-    init_method: str, rank: int, world_size: int, limit: float, group_name: str, place: str = "fastcoll"
+    init_method: str,
+    rank: int,
+    world_size: int,
+    limit: float,
+    group_name: str,
+    backend: str,
+    place: str = "fastcoll",
 ) -> Found:
     """Meet the others by an init method. Repeat this while it leads to a previous job that rank 0 has not left yet.
 
-    The handler of a user's URL scheme may return the same store for each job, so `_use` divides that store. `place` is
+    In the store of a previous job, this process's rank is claimed. The handler of a user's URL scheme may return the
+    same store for each job, so `_use` divides that store. `backend` is the one that this rank was asked to use, `place`
     the prefix of the keys.
     """
     deadline, left = time.monotonic() + limit, limit
@@ -146,13 +156,14 @@ def find_others(
             if handled:
                 return _use(meeting.store, meeting.rank, meeting.world_size, group_name, place, meeting.close)
             found = _found(meeting, place)
-            if not times_settled(found.store, found.rank):
-                return found
+            claimed = claim(found.store, found.rank, found.world_size, backend)
+            if claimed.owner is None or not times_settled(found.store, found.rank):
+                return found._replace(claim=claimed)
             _is_left(found.store, found.rank, f"at {init_method}")  # raises if it never will be
         except BaseException as error:
             meeting.close()
             # StoreTimeoutError: the server is stopped or out of reach, so raise. Any other StoreError: the server is
-            # closing. It serves an earlier job, and this process has written nothing to it, so try again.
+            # closing. It serves an earlier job, of which this process is no part, so try again.
             if handled or not isinstance(error, StoreError) or isinstance(error, StoreTimeoutError):
                 raise
         meeting.close()

@@ -379,7 +379,9 @@ def _start(
             found.close(_FAILED_START_SECONDS if isinstance(error, Exception) else 0.0)
 
         undo.push(close_store)
-        members = join(found.store, found.rank, found.world_size, str(choice), limit, began=began)
+        members = join(
+            found.store, found.rank, found.world_size, str(choice), limit, began=began, claimed=found.claim
+        )
         undo.callback(forget, members)
         failpoints.reach("start.after_join")
         loading.result()

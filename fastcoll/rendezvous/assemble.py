@@ -1,7 +1,7 @@
 """Meetings in a store: every member writes a contribution, and all get all contributions, or all raise the same error.
 
 A member's place is its number in the meeting, from 0. The member at place 0 reads the contributions, many with one
-request, and publishes one short value made from them under the key `end`. So n members cost the store about 8 n
+request, and publishes one short value made from them under the key `end`. So n members cost the store about 2 n
 messages and not n * n. A member that fails publishes its error under the same key. The other members wait only for this
 key, so they notice a failure as early as a success.
 
@@ -10,9 +10,8 @@ Keys, under the meeting's name:
     member/<place>  the contribution of that member
     <topic>         a value that place 0 publishes before the end
     missing         the members that have not come yet, as text, written by place 0
-    decided         a counter: the member that makes it 1 writes `end`
-    end             one byte, MET, FAILED or MOVED (cancelled), and then the value or the error
-    late/...        another `decided` and `end`, for a failure after the members have met
+    end             one byte, MET, FAILED or MOVED (cancelled), and then the value or the error; written only once
+    late/end        another one, for a failure after the members have met
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -88,7 +88,7 @@ class Meeting:
         doing: what this member does, with which error texts begin.
         me: this member's name, which is put before the texts of the errors that it publishes; empty if the texts have
             the name already.
-        between: called after this member has written its contribution, and a few times a second while it waits.
+        between: called when this member contributes, and a few times a second while it waits.
         began: the value of time.monotonic() from which `timeout` counts; None: now.
 
     Attributes:
@@ -150,12 +150,16 @@ class Meeting:
 
     def gather(self, mine: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
         """Write this member's contribution; return the value that `combine` makes of all contributions at place 0."""
-        self.store.set(self.key_of(self.place), mine)
+        key = self.key_of(self.place)
+        if self.place == 0:
+            self.store.set(key, mine)
+            return self.collect(combine)
         self._between()
-        return self.collect(combine)
+        return self._ended(lambda limit: [self.store.exchange(key, mine, self._end.key, limit)])
 
     def collect(self, combine: Callable[[list[bytes]], bytes]) -> bytes:
         """Do what `gather` does after this member has written its contribution."""
+        self._between()
         if self.place == 0:
             while self._sought:
                 places = list(islice(self._sought, MAX_KEYS_PER_REQUEST))
@@ -163,7 +167,11 @@ class Meeting:
             value = combine([self.known[place] for place in range(self.size)])
             if self._end.decide(MET, value):
                 return value
-        end = self.wait([self._end.key])[0]
+        return self._ended()
+
+    def _ended(self, first: Callable[[timedelta], list[bytes]] | None = None) -> bytes:
+        """Wait for the end, at first by the request `first`; return its value, or raise its error."""
+        end = self.wait([self._end.key], first=first)[0]
         self._check(end)
         return end[1:]
 
@@ -191,10 +199,16 @@ class Meeting:
         """Wait for the value that place 0 publishes under `topic`, and return it."""
         return self.wait([f"{self.name}/{topic}"], lambda: self.names([0]))[0]
 
-    def wait(self, keys: Sequence[str], missing: Callable[[], str] | None = None) -> list[bytes]:
+    def wait(
+        self,
+        keys: Sequence[str],
+        missing: Callable[[], str] | None = None,
+        first: Callable[[timedelta], list[bytes]] | None = None,
+    ) -> list[bytes]:
         """Wait for keys until the meeting's timeout, and return their values.
 
-        Raises a failure that another member publishes meanwhile. `missing` returns the names of the missing members.
+        Raises a failure that another member publishes meanwhile. `missing` returns the names of the missing members;
+        for `first` see `fetch_for`.
         """
         return fetch_for(
             self.store,
@@ -207,6 +221,7 @@ class Meeting:
             late=self._late_warning,
             crowd=min(self.size, _MOST_AT_ONCE) if self.place else 1,
             limit=self.timeout,
+            first=first,
         )
 
     def look(self) -> None:
@@ -325,15 +340,11 @@ class Ending:
 
     def __init__(self, store: Store, name: str) -> None:
         self.key = f"{name}/end"
-        self._decided = f"{name}/decided"
         self._store = store
 
     def decide(self, kind: bytes, content: bytes = b"") -> bool:
         """Write the end of the meeting unless it has one; return whether this call wrote it."""
-        if self._store.add(self._decided, 1) != 1:
-            return False
-        self._store.set(self.key, kind + content)
-        return True
+        return self._store.set_new([self.key], [kind + content]) == [None]
 
 
 def member_key(name: str, place: int) -> str:

@@ -1,40 +1,58 @@
 """How processes become ranks with a list of all members, through meetings in a store (assemble.py).
 
-`join` is for processes that have ranks. The first process publishes its world size, backend and version, and all other
-processes compare these with their own. Each process claims its rank and writes its registration (a Member); rank 0
-publishes the list of all members.
+`join` is for processes that have ranks. Each process first claims its rank: by one request it writes its registration
+(a Member) as that of its rank, and as the terms, unless these are there. Each process compares its world size, backend
+and version with the terms, which are the first process's. Rank 0 compares those of all others, too, before it publishes
+the list of all members, because a rank may register and then find that it differs.
 
 `arrive` is for processes that have no rank, or only request one. Each process takes the next place from a counter and
 writes a record (an Arrival) at this place; the process at place 0 assigns the ranks.
 
 Keys, besides those of the meetings "join" and "arrivals" (assemble.py):
 
-    join/first          a counter: the process that makes it 1 writes `terms`
-    join/terms          the registration of that process
-    join/claim/<rank>   a counter: the process that makes it 1 owns the rank
+    join/terms          the registration of the first process
     arrivals/count      a counter: how many places are taken
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from datetime import timedelta
+from typing import ClassVar, NamedTuple
 
-from ..errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
+from ..errors import StoreError, StoreTimeoutError, UsageError
 from ..store.store import StalledError, Store, listed
-from ..store.waiting import fetch_for
 from ..system.processes import Member, ProcessId, dead_among, forget, this_process
 from .assemble import FAILED, MET, MOVED, Ending, Meeting, compact, expand, member_key, pack, unpack
 
 logger = logging.getLogger("fastcoll")
 
 _JOIN, _ARRIVALS = "join", "arrivals"
-# If two processes claim the same rank, the second waits this long for the registration of the first, because the error
-# names both.
-_NAMING_SECONDS = 2.0
+
+
+class Claim(NamedTuple):
+    """What a process has found when it claimed its rank in a store."""
+
+    me: Member
+    first: Member  # the first process that has claimed a rank
+    owner: Member | None  # the process that had claimed this rank before; None: this process owns it
+
+
+def claim(store: Store, rank: int, world_size: int, backend: str) -> Claim:
+    """Register this process as `rank`, unless another process has. Never blocks.
+
+    Raises:
+        UsageError: the rank is out of range.
+        StoreError: the store is gone, or has other data under the keys.
+    """
+    check_rank(rank, world_size)
+    me = Member.here(rank, world_size, backend)
+    found = store.set_new([f"{_JOIN}/terms", member_key(_JOIN, rank)], [me.to_bytes()] * 2)
+    first, owner = (None if value is None else Member.from_bytes(value) for value in found)
+    return Claim(me, first or me, owner)
 
 
 def join(
@@ -45,8 +63,11 @@ def join(
     timeout: float,
     between: Callable[[], None] | None = None,
     began: float | None = None,
+    claimed: Claim | None = None,
 ) -> list[Member]:
     """Meet all other ranks; return the members by rank. `between` and `began`: as for Meeting.
+
+    `claimed`: the result of `claim` in this store; None: this function claims the rank.
 
     Every rank of the world must call this once with the same store. Use a store for one call only; for another call,
     pass a PrefixStore with a new prefix.
@@ -58,17 +79,14 @@ def join(
         StoreTimeoutError: ranks did not come in time; the message names them.
         StoreError: the store is gone.
     """
-    check_rank(rank, world_size)
-    me = Member.here(rank, world_size, backend)
-    with _Joining(store, me, timeout, between, began) as joining:
-        joining.agree_on_terms()
-        joining.claim_rank()
+    began = began or time.monotonic()
+    claimed = claimed or claim(store, rank, world_size, backend)
+    with _Joining(store, claimed, timeout, between, began) as joining:
+        joining.check()
         everybody = joining.members
-        published = joining.gather(
-            me.to_bytes(), lambda _: pack([everybody[rank] for rank in range(world_size)])
-        )
+        published = joining.collect(lambda _: pack([everybody[rank] for rank in range(world_size)]))
         members = unpack(Member, published, world_size)
-    logger.debug("joined as %s of %d", me, world_size)
+    logger.debug("joined as %s of %d", claimed.me, world_size)
     return members
 
 
@@ -104,54 +122,54 @@ class _Joining(Meeting):
     def __init__(
         self,
         store: Store,
-        me: Member,
+        claimed: Claim,
         timeout: float,
         between: Callable[[], None] | None,
-        began: float | None,
+        began: float,
     ) -> None:
+        me = claimed.me
         doing = f"joining as {me}"
         super().__init__(store, _JOIN, me.rank, me.world_size, timeout, doing, "", between, began)
-        self._me = me
+        self._claimed = claimed
         self.members: dict[int, Member] = {}
 
-    def agree_on_terms(self) -> None:
-        """Publish this process's world size, backend and version if it is the first; else compare them.
+    def check(self) -> None:
+        """Compare the terms, and check that this process owns its rank.
 
-        UsageError: they differ from those of the first process.
+        UsageError: they differ from those of the first process, or another process has claimed the rank before.
         """
-        if self.store.add("join/first", 1) == 1:
-            self.publish("terms", self._me.to_bytes())
+        me, first, owner = self._claimed
+        if first is not me:
+            self.watched.append(first)
+        self._compare(me)
+        if owner is None:
             return
-        first = Member.from_bytes(self.receive("terms"))
-        self.watched.append(first)
-        for what, field in (("world size", "world_size"), ("backend", "backend"), ("version", "version")):
-            theirs, ours = getattr(first, field), getattr(self._me, field)
-            if theirs != ours:
-                raise UsageError(
-                    f"the ranks disagree about the {what}: {first} has {theirs}, {self._me} has {ours}; start all "
-                    "with the same"
-                )
-
-    def claim_rank(self) -> None:
-        """Claim this process's rank; UsageError: another process has claimed the rank."""
-        rank = self._me.rank
-        if self.store.add(f"join/claim/{rank}", 1) == 1:
-            return
-        with contextlib.suppress(StoreTimeoutError, PeerDiedError):
-            grace = min(self.left(), _NAMING_SECONDS)
-            fetch_for(self.store, [member_key(_JOIN, rank)], self.watched, grace, "joining")
-        first = registered(self.store, rank)
-        if first is not None and first.is_process(self._me):
+        if owner.is_process(me):
             raise UsageError(
-                f"{self._me} joins for the second time: its first attempt has failed, or is running in another thread; "
+                f"{me} joins for the second time: its first attempt has failed, or is running in another thread; "
                 "restart all ranks"
             )
-        name = "one that has not registered" if first is None else first.where
-        raise _claimed_twice(rank, name, self._me.where)
+        raise _claimed_twice(me.rank, owner.where, me.where)
 
-    def wait(self, keys: Sequence[str], missing: Callable[[], str] | None = None) -> list[bytes]:
+    def _compare(self, member: Member) -> None:
+        """Raise UsageError if a member's terms differ from those of the first process."""
+        first = self._claimed.first
+        for what, field in (("world size", "world_size"), ("backend", "backend"), ("version", "version")):
+            theirs, ours = getattr(first, field), getattr(member, field)
+            if theirs != ours:
+                raise UsageError(
+                    f"the ranks disagree about the {what}: {first} has {theirs}, {member} has {ours}; start all with "
+                    "the same"
+                )
+
+    def wait(
+        self,
+        keys: Sequence[str],
+        missing: Callable[[], str] | None = None,
+        first: Callable[[timedelta], list[bytes]] | None = None,
+    ) -> list[bytes]:
         try:
-            return super().wait(keys, lambda: f"rank(s) {self.missing()}{_turned_away()}")
+            return super().wait(keys, lambda: f"rank(s) {self.missing()}{_turned_away()}", first)
         except StalledError:
             raise
         except StoreTimeoutError as error:
@@ -162,8 +180,9 @@ class _Joining(Meeting):
 
     def learned(self, place: int, value: bytes) -> None:
         member = self.members[place] = Member.from_bytes(value)
-        if member not in self.watched[:1]:  # `agree_on_terms` has added the first process to `watched`
+        if member not in self.watched[:1]:  # `check` has added the first process to `watched`
             self.watched.append(member)
+        self._compare(member)
 
 
 def _turned_away() -> str:

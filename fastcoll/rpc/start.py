@@ -269,9 +269,9 @@ def _meet(rank: int, size: int, options: RpcBackendOptions, undo: ExitStack) -> 
                 "or start with python -m fastcoll.launch"
             )
     # "fastcoll-rpc" makes `file://` use a file of rpc's own: a process group may meet in the given one.
-    found = find_others(options.init_method, rank, size, limit, "fastcoll-rpc", "fastcoll-rpc")
+    found = find_others(options.init_method, rank, size, limit, "fastcoll-rpc", "rpc", "fastcoll-rpc")
     undo.callback(found.close, 0.5)
-    members = join(found.store, found.rank, found.world_size, "rpc", limit, began=began)
+    members = join(found.store, found.rank, found.world_size, "rpc", limit, began=began, claimed=found.claim)
     undo.callback(forget, members)
     lease = StoreLease(found.store, members, found.rank, partial(found.close, 0.0))
     lease.settle()

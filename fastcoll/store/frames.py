@@ -20,7 +20,7 @@ from enum import IntEnum
 from itertools import pairwise
 
 from ..config import MOST_SECONDS
-from .table import MAX_ANSWER, MAX_KEY, MAX_VALUE, SHAPES, Op, StoreRequest
+from .table import MAX_ANSWER, MAX_KEY, MAX_VALUE, SHAPES, WAITING, Op, StoreRequest
 
 HEADER = struct.Struct("!BxHId")
 LENGTH = struct.Struct("!I")
@@ -104,7 +104,7 @@ def check_answer(request: StoreRequest, status: ReplyStatus, fields: Sequence[by
     if status is ReplyStatus.REFUSED:
         sound = len(fields) == 1
     elif status is ReplyStatus.TIMEOUT:
-        sound = op in _WAITING and _is_number(first) and set(fields[1:]) <= set(request.keys)
+        sound = op in WAITING and _is_number(first) and set(fields[1:]) <= set(request.keys)
     elif op is Op.KEYS:
         check_texts(fields)
         sound = all(low < high for low, high in pairwise([*request.keys, *fields]))
@@ -127,7 +127,6 @@ def _is_number(text: bytes) -> bool:
     return len(text) <= 20 and text.removeprefix(b"-").isdigit()
 
 
-_WAITING = (Op.GET, Op.WAIT, Op.POP)
 # For each operation: whether the fields of an OK answer to a request of so many keys are possible.
 _SOUND: dict[Op, Callable[[int, Sequence[bytes]], bool]] = {
     **dict.fromkeys((Op.SET, Op.APPEND, Op.WAIT, Op.WILL), lambda keys, fields: not fields),
@@ -135,7 +134,8 @@ _SOUND: dict[Op, Callable[[int, Sequence[bytes]], bool]] = {
     Op.PEEK: lambda keys, fields: 1 <= len(fields) <= keys,
     **dict.fromkeys((Op.CHECK, Op.DELETE, Op.RETIRE), lambda keys, fields: [*fields] in ([b"0"], [b"1"])),
     **dict.fromkeys((Op.ADD, Op.NUM_KEYS), lambda keys, fields: len(fields) == 1 and _is_number(fields[0])),
-    **dict.fromkeys((Op.COMPARE_SET, Op.POP), lambda keys, fields: len(fields) == 1),
+    Op.SET_NEW: lambda keys, fields: len(fields) == keys,
+    **dict.fromkeys((Op.COMPARE_SET, Op.POP, Op.EXCHANGE), lambda keys, fields: len(fields) == 1),
 }
 
 

@@ -59,7 +59,7 @@ from ..system.address import NAME_SIZE, PLACE_SIZE
 from .secret import PROOF_SIZE, SAME_SECRET, is_proof, proof
 
 MAGIC = b"FASTMESH"
-PROTOCOL = 5
+PROTOCOL = 6
 NONCE_SIZE = 32
 SEED_SIZE = 32
 GROUP_SIZE = NAME_SIZE

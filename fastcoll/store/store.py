@@ -112,6 +112,32 @@ class Store(ABC):
         for key, value in pairs(keys, values):
             self.set(key, value)
 
+    def set_new(self, keys: Sequence[str], values: Sequence[str | bytes]) -> list[bytes | None]:
+        """Set each of `keys`, one or two, that is not set. A key that two processes set so is set by one of them.
+
+        Returns:
+            for each key its value before the call, or None if this call has set it.
+        """
+        found: list[bytes | None] = []
+        for key, value in pairs(keys, values):
+            is_new = self.add(f"{key}/new", 1) == 1
+            if is_new:
+                self.set(key, value)
+            found.append(None if is_new else self.get(key))  # `get` waits for the process that sets it
+        return found
+
+    def exchange(self, key: str, value: str | bytes, wanted: str, timeout: Timeout = None) -> bytes:
+        """Set `key`, wait until `wanted` is set, and return its value, in one request if the store supports it.
+
+        Args:
+            timeout: seconds or timedelta, for the wait; None is the store's timeout.
+
+        Raises:
+            StoreTimeoutError: `wanted` was not set in time; `key` is set.
+        """
+        self.set(key, value)
+        return self.fetch([wanted], timeout)[0]
+
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Set `key` to `desired_value` if its value is `expected_value`; return the value after the call.
 

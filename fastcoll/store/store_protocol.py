@@ -236,6 +236,13 @@ class StoreServer:
             state.check_silent()
             if request.op is Op.WILL:
                 state.will = request if request.keys else None
+            if request.op is Op.EXCHANGE:
+                put, request = request.parts()
+                answer = self._answer_to(put)
+                if answer[0] == ReplyStatus.REFUSED:
+                    self.outbox.append((peer, answer))
+                    continue
+                self._wake(put.keys[0])
             missing = self._table.first_missing(request)
             if missing is None:
                 self.outbox.append((peer, self._answer_to(request)))

@@ -31,7 +31,8 @@ MAX_TOTAL = 1 << 30  # bytes of keys and values in one table
 # The answer to a GET, PEEK or KEYS has only as many values or keys as fit into this many bytes, but at least the first.
 # The client then requests the rest.
 MAX_ANSWER = MAX_VALUE + (64 << 10)
-_SET = b"="  # precedes each value in the answer to PEEK; a key that is not set has an empty field
+# In the answer to PEEK and SET_NEW: precedes each value. A key that is not set, or was not, has an empty field.
+_SET = b"="
 # A queue is stored as the value of one key: for each item _MARK, the item's length and its bytes. So a push is an
 # APPEND. A value that begins with _MARK is a queue, and APPEND refuses to join a queue and another value.
 _ITEM = struct.Struct("!4sI")
@@ -41,7 +42,7 @@ _RETIRE_SECONDS = 1.0  # timeout of RETIRE; short, because the caller is leaving
 
 
 class Op(IntEnum):
-    """The operations. GET, WAIT and POP wait until all their keys are set; the others never wait."""
+    """The operations. Those in WAITING wait until their keys are set; the others never wait."""
 
     SET = 1
     GET = 2
@@ -61,6 +62,11 @@ class Op(IntEnum):
     WILL = 13
     # Counts these requests for a prefix. When the count reaches the value, removes all keys with the prefix.
     RETIRE = 14
+    # Sets each key that is not set; returns the values that the other keys have.
+    SET_NEW = 15
+    # Sets the first key, and then is a GET of the second, whose value in the request is empty. Servers execute it as
+    # these two requests (`StoreRequest.parts`), so a table never gets it.
+    EXCHANGE = 16
 
 
 # Op -> (fewest keys, most keys, values for each key)
@@ -74,8 +80,11 @@ SHAPES: dict[Op, tuple[int, int, int]] = {
     **dict.fromkeys((Op.DELETE, Op.POP), (1, 1, 0)),
     **dict.fromkeys((Op.ADD, Op.APPEND), (1, 1, 1)),
     Op.COMPARE_SET: (1, 1, 2),
+    Op.SET_NEW: (1, 2, 1),  # two of the largest values fit into an answer
+    Op.EXCHANGE: (2, 2, 1),
 }
-CHANGING = frozenset({Op.SET, Op.ADD, Op.DELETE, Op.COMPARE_SET, Op.APPEND, Op.POP, Op.RETIRE})
+CHANGING = frozenset({Op.SET, Op.ADD, Op.DELETE, Op.COMPARE_SET, Op.APPEND, Op.POP, Op.RETIRE, Op.SET_NEW})
+WAITING = frozenset({Op.GET, Op.WAIT, Op.POP, Op.EXCHANGE})
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,11 @@ class StoreRequest:
     keys: tuple[bytes, ...] = ()
     values: tuple[bytes, ...] = ()
     timeout: float = 0.0
+
+    def parts(self) -> tuple[StoreRequest, StoreRequest]:
+        """Return the SET and the GET of which an EXCHANGE consists."""
+        (key, wanted), (value, _) = self.keys, self.values
+        return StoreRequest(Op.SET, (key,), (value,)), StoreRequest(Op.GET, (wanted,), (), self.timeout)
 
 
 class Missing(NamedTuple):
@@ -115,7 +129,7 @@ class Table:
 
     def first_missing(self, request: StoreRequest) -> bytes | None:
         """Return the first key that `request` still has to wait for, or None."""
-        if request.op not in (Op.GET, Op.WAIT, Op.POP):
+        if request.op not in WAITING:
             return None
         return next((key for key in request.keys if key not in self._data), None)
 
@@ -130,7 +144,7 @@ class Table:
         Raises:
             StoreError: a limit would be exceeded, or a value is not what the operation needs (an integer for ADD, a
                 queue for POP and for the APPEND of an item, no queue for another APPEND). The key that failed keeps its
-                value; in a SET of several keys the keys before it are set.
+                value; in a SET or SET_NEW of several keys the keys before it are set.
         """
         data = self._data
         key = request.keys[0] if request.keys else b""
@@ -140,6 +154,13 @@ class Table:
                 for name, new in zip(request.keys, request.values, strict=True):
                     self.put(name, new)
                 return []
+            case Op.SET_NEW:
+                answer = []
+                for name, new in zip(request.keys, request.values, strict=True):
+                    answer.append(_SET + data[name] if name in data else b"")
+                    if name not in data:
+                        self.put(name, new)
+                return answer
             case Op.GET:
                 return _those_that_fit(data[name] for name in request.keys)
             case Op.PEEK:
@@ -186,6 +207,8 @@ class Table:
                 return [queue[_ITEM.size : end]]
             case Op.KEYS:
                 return _those_that_fit(sorted(name for name in data if name > key or not request.keys))
+            case Op.EXCHANGE:
+                raise StoreError("a table executes the parts of an EXCHANGE only")
 
     def put(self, key: bytes, value: bytes) -> None:
         """Set one key; StoreError: a limit would be exceeded."""
@@ -249,6 +272,11 @@ def _those_that_fit(values: Iterable[bytes]) -> list[bytes]:
     return fitting
 
 
+def _values_in(fields: Iterable[bytes]) -> list[bytes | None]:
+    """Return the values in the answer to PEEK or SET_NEW."""
+    return [field[1:] if field else None for field in fields]
+
+
 def _whole_number(text: bytes, key: bytes) -> int:
     """Return `text` as an integer. StoreError, which names `key`: it is not an integer."""
     if len(text) <= 20 and text.removeprefix(b"-").isdigit():
@@ -298,8 +326,7 @@ class TableStore(Store):
         return self._fields(Op.GET, keys, timeout)
 
     def peek(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes | None]:
-        # The first byte of a field is _SET; the field of a key that is not set is empty.
-        return [field[1:] if field else None for field in self._fields(Op.PEEK, keys, timeout)]
+        return _values_in(self._fields(Op.PEEK, keys, timeout))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         batch: dict[str, bytes] = {}
@@ -313,6 +340,9 @@ class TableStore(Store):
             size += weight
         if batch:
             self._do(Op.SET, [*batch], [*batch.values()])
+
+    def set_new(self, keys: Sequence[str], values: Sequence[str | bytes]) -> list[bytes | None]:
+        return _values_in(self._do(Op.SET_NEW, keys, values))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         return self._do(Op.COMPARE_SET, [key], [expected_value, desired_value])[0]

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..core.operands import whole
+from ..core.work import Timeout
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from ..system.address import (
     CURE,
@@ -46,7 +47,7 @@ from .opening import (
 from .secret import SAME_SECRET, job_secret, source
 from .serving import acquire, release
 from .store import DEFAULT_TIMEOUT, StalledError, count_in, limit_of, tries
-from .table import Missing, Op, StoreRequest, TableStore, check_process, closed_meanwhile
+from .table import WAITING, Missing, Op, StoreRequest, TableStore, check_process, closed_meanwhile
 from .tcp_server import TCPServer
 from .waiting import LateWarning
 
@@ -186,6 +187,9 @@ class TCPStore(TableStore):
         """Open the store once more, as a client."""
         return TCPStore(self.host, self.port, timeout=self.timeout)
 
+    def exchange(self, key: str, value: str | bytes, wanted: str, timeout: Timeout = None) -> bytes:
+        return self._do(Op.EXCHANGE, [key, wanted], [value, b""], limit_of(self, timeout))[0]
+
     def bequeath(self, key: str, value: str) -> Callable[[], None]:
         """Make the server set `key` to `value` when this process ends, unless the key is set by then.
 
@@ -321,7 +325,7 @@ class TCPConnection:
 
         StoreError: the peer is not a store. LostError: the server is gone. StalledError: the server does not answer.
         """
-        waits = request.timeout if request.op in (Op.GET, Op.WAIT, Op.POP) else 0.0
+        waits = request.timeout if request.op in WAITING else 0.0
         self._warn_at = time.monotonic() + waits + GRACE_SECONDS
         if self.is_owed:
             self._answer(deadline)

@@ -174,6 +174,12 @@ class PrefixStore(_View):
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         self.underlying_store.multi_set(self._names(keys), values)
 
+    def set_new(self, keys: Sequence[str], values: Sequence[str | bytes]) -> list[bytes | None]:
+        return self.underlying_store.set_new(self._names(keys), values)
+
+    def exchange(self, key: str, value: str | bytes, wanted: str, timeout: Timeout = None) -> bytes:
+        return self.underlying_store.exchange(self._name(key), value, self._name(wanted), timeout)
+
     def retire(self, prefix: str, users: int) -> bool:
         return self.underlying_store.retire(self._name(prefix), users)
 

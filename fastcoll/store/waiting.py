@@ -62,6 +62,7 @@ def fetch_for(
     late: LateWarning | None = None,
     crowd: int | None = None,
     limit: float | None = None,
+    first: Callable[[timedelta], list[bytes]] | None = None,
 ) -> list[bytes]:
     """Wait for all `keys` and return their values; check between short waits that `members` are alive.
 
@@ -77,6 +78,8 @@ def fetch_for(
         crowd: how many processes are in the same wait (None: the number of `members`). The more there are, the longer
             are the short waits of each.
         limit: the whole timeout, for error texts, if `timeout` is only what is left of it; None: `timeout`.
+        first: makes the first request for the keys, with the given timeout, and is repeated if the store does not
+            answer; None: `store.fetch`, which makes all others.
 
     Raises:
         PeerDiedError: a member's process has ended.
@@ -88,16 +91,18 @@ def fetch_for(
     deadline = time.monotonic() + timeout
     late = late or LateWarning()
     missing = missing or partial(_unset, store, keys)
+    fetch = partial(store.fetch, keys)
+    ask = first or fetch
     longest = max(SLICE_SECONDS, (len(members) if crowd is None else crowd) / LOOKS_PER_SECOND)
     while True:
         try:
             left = deadline - time.monotonic()
             try:
-                return store.fetch(keys, timedelta(seconds=max(0.0, min(left, longest))))
+                return ask(timedelta(seconds=max(0.0, min(left, longest))))
             except StalledError:
                 raise
             except TimeoutError:
-                died = death_among(members, doing)
+                ask, died = fetch, death_among(members, doing)
             except StoreError as error:
                 raise_if_dying(members, doing, error)
                 raise

@@ -12,6 +12,7 @@ import pytest
 from conformance import test_every_operation as ops
 from net.meshes import alarm, until
 from net.meshes import crew as mesh_crew
+from rendezvous.observed import store_messages
 
 import fastcoll as dist
 from fastcoll import AbortedError, MismatchError, ReduceOp
@@ -98,6 +99,19 @@ def test_nodes_of_one_size(rank: int, world_size: int, start: Start) -> None:
     group.timeout = 25.0
     parts = group.backend.local, group.backend.rail, group.backend.messages
     assert {each.timeout for each in (group, *parts)} == {25}
+
+
+@ranks(EVEN)
+def test_at_a_start_on_several_nodes_a_rank_sends_the_store_eight_messages(
+    rank: int, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 sends more, as the first rank of each meeting, and rank 1 as that of the second rail."""
+    asked = store_messages(monkeypatch)
+    start(EVEN)
+    assert len(asked) == [13, 10, 8, 8][rank]
+    if rank == 3:
+        exchange = ["GET", "EXCHANGE"]  # the terms, and the addresses
+        assert [each.name for each in asked] == ["SET_NEW", "GET", *exchange, "GET", *exchange, "ADD"]
 
 
 @ranks(UNEVEN)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from faults.crew import nothing_left
 from programs import DIES_WITH_A_SEGMENT, python, python_ranks
-from rendezvous.observed import FourOperations
+from rendezvous.observed import FourOperations, store_messages
 
 import fastcoll as dist
 from fastcoll import config
@@ -110,6 +110,18 @@ def test_ranks_on_two_nodes_are_refused_by_name() -> None:
 
 
 # ---- joining ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(3, init=False)
+def test_at_a_start_on_one_node_a_rank_sends_the_store_four_messages(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It claims its rank, waits for the list of members and for the shared memory, and has then settled."""
+    asked = store_messages(monkeypatch)
+    dist.init_process_group()
+    others = ["SET_NEW", "GET", "GET", "ADD"]
+    assert [each.name for each in asked] == (others if rank else ["SET_NEW", "GET", "SET_NEW", "SET", "ADD"])
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -251,7 +263,9 @@ def test_the_store_of_a_running_job_is_not_joined_again(monkeypatch: pytest.Monk
 
     def meet_again(*_: Any) -> Rendezvous:
         opened.append(dist.HashStore())
-        dist.PrefixStore("fastcoll", opened[-1]).add("settled/0", 1)
+        earlier = dist.PrefixStore("fastcoll", opened[-1])
+        join(earlier, 0, 1, "cpu:auto", 1)
+        earlier.add("settled/0", 1)
         return Rendezvous(opened[-1], 0, 2, "here")
 
     monkeypatch.setattr("fastcoll.job.discovery.meet", meet_again)

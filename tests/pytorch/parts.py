@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from fastcoll.core.work import Work
 from fastcoll.errors import AbortedError, CollectiveTimeoutError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.store.views import TorchStore
+from fastcoll.system.processes import Member
 from fastcoll.torch.jobs import make_group, meet_anew
 from fastcoll.torch.registration import says_more_ranks
 from fastcoll.torch.work import Completions, PendingWork
@@ -137,6 +139,7 @@ def check_a_launcher_of_several_ranks_is_seen() -> None:
 
 def check_groups_that_only_their_members_make_name_the_cure() -> None:
     store = dist.HashStore()
-    TorchStore(store).add("fastcoll/0/join/claim/0", 1)  # claimed by rank 0 of another group of the same name
+    other = replace(Member.here(0, 2, "cpu:auto"), start_time=0)  # rank 0 of another group of the same name
+    TorchStore(store).set_new(["fastcoll/0/join/terms", "fastcoll/0/join/member/0"], [other.to_bytes()] * 2)
     with pytest.raises(UsageError, match=r"claimed by two processes.*use_local_synchronization=True"):
         make_group(store, "3", 0, 2, 10.0, [1, 3], 4)

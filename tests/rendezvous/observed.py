@@ -8,10 +8,14 @@ import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import programs
+import pytest
 
-from fastcoll.store import HashStore, Store
+from fastcoll.rendezvous import assemble
+from fastcoll.store import HashStore, Store, TCPStore, waiting
+from fastcoll.store.table import Op, StoreRequest
 from fastcoll.system.processes import Member, status_of
 
 LIMIT = 100.0  # a limit that only ends a test that hangs, in seconds
@@ -33,6 +37,21 @@ def member_of(process: subprocess.Popen[str], **changes: object) -> Member:
     started = int(status_of(process.pid)[19])
     me = {"pid": process.pid, "start_time": started, **changes}
     return dataclasses.replace(Member.here(1, 2, "shm"), **me)  # type: ignore[arg-type]
+
+
+def store_messages(monkeypatch: pytest.MonkeyPatch) -> list[Op]:
+    """Return the operations that this process asks of stores over TCP from now on; waits are not cut into slices."""
+    asked: list[Op] = []
+    ask = TCPStore._ask
+
+    def counted(store: TCPStore, request: StoreRequest) -> Any:
+        asked.append(request.op)
+        return ask(store, request)
+
+    monkeypatch.setattr(TCPStore, "_ask", counted)
+    monkeypatch.setattr(waiting, "SLICE_SECONDS", LIMIT)
+    monkeypatch.setattr(assemble, "_LOOK_SECONDS", LIMIT)
+    return asked
 
 
 def open_descriptors() -> dict[int, str]:

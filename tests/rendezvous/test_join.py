@@ -32,7 +32,6 @@ import sys
 from fastcoll.errors import FastcollError
 from fastcoll.store import TCPStore
 from fastcoll.rendezvous.join import join
-sys.modules["fastcoll.rendezvous.join"]._NAMING_SECONDS = 60.0  # the other may get no core for two seconds
 port, rank, size = map(int, sys.argv[1:4])
 with TCPStore("127.0.0.1", port) as store:
     print("joining", flush=True)
@@ -105,8 +104,16 @@ def test_terms_that_differ_name_both_on_all(store: HashStore, arguments, message
         assert re.search(message, str(error))
 
 
+def test_rank_0_finds_a_registered_rank_that_differs(store: HashStore) -> None:
+    """That rank has not published yet that it differs."""
+    first, other = Member.here(2, 3, "shm"), Member.here(1, 3, "tcp")
+    store.multi_set(["join/terms", "join/member/2"], [first.to_bytes()] * 2)
+    store.set("join/member/1", other.to_bytes())
+    with pytest.raises(UsageError, match=r"backend: rank 2 \(.*\) has shm, rank 1 \(.*\) has tcp"):
+        join(store, 0, 3, "shm", LIMIT)
+
+
 def test_versions_that_differ(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.add("join/first", 1)
     store.set("join/terms", dataclasses.replace(Member.here(1, 2, "shm"), version="0.0.1").to_bytes())
     with pytest.raises(UsageError, match=r"disagree about the version: rank 1 \(.*\) has 0.0.1, rank 0"):
         join(store, 0, 2, "shm", LIMIT)

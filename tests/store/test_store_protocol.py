@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastcoll.store import table
 from fastcoll.store.frames import (
     HEADER,
     MAX_BODY,
@@ -248,6 +249,8 @@ OK, TIMEOUT, REFUSED = ReplyStatus
         (Op.ADD, OK, [b"x"]),
         (Op.CHECK, OK, [b"2"]),
         (Op.POP, OK, []),
+        (Op.SET_NEW, OK, []),
+        (Op.SET_NEW, OK, [b"", b""]),
         (Op.KEYS, OK, [b"a"]),
         (Op.KEYS, OK, [b"c", b"b"]),
         (Op.KEYS, OK, [b"\xff"]),
@@ -338,6 +341,28 @@ def test_waiting_for_several_keys() -> None:
     assert wire.answers(1) == ok(b"A", b"B")
     wire.pass_time(10)
     assert wire.answers(1) == []
+
+
+def test_an_exchange_is_a_set_and_a_get_with_one_answer() -> None:
+    wire = Wire(1, 2, 3)
+    wire.ask(3, Op.GET, b"a")
+    assert wire.ask(1, Op.EXCHANGE, b"a", b"b", b"A", b"", timeout=5) == []
+    assert wire.answers(3) == ok(b"A")
+    assert wire.ask(2, Op.EXCHANGE, b"b", b"a", b"B", b"") == ok(b"A")
+    assert wire.answers(1) == ok(b"B")
+    assert wire.ask(1, Op.EXCHANGE, b"a", b"c", b"again", b"", timeout=5) == []
+    wire.pass_time(5)
+    assert wire.answers(1) == [(ReplyStatus.TIMEOUT, [b"1", b"c"])]
+    assert wire.ask(1, Op.GET, b"a") == ok(b"again")
+
+
+def test_an_exchange_that_cannot_set_its_key_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "MAX_KEYS", 0)
+    wire = Wire(1)
+    ((status, (reason,)),) = wire.ask(1, Op.EXCHANGE, b"a", b"b", b"A", b"")
+    assert status is ReplyStatus.REFUSED
+    assert b"takes no more" in reason
+    assert wire.server._parked == {}
 
 
 def test_each_value_of_a_queue_goes_to_one_waiting_peer() -> None:

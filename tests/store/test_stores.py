@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,29 @@ def test_compare_set_as_in_torch(full_store: Store) -> None:
     assert full_store.compare_set("k", "", "second") == b"first"
     assert full_store.compare_set(key="k", expected_value="first", desired_value="second") == b"second"
     assert full_store.get("k") == b"second"
+
+
+def test_set_new_sets_only_keys_that_are_not_set(store: Store) -> None:
+    assert store.set_new(["a", "b"], ["1", b""]) == [None, None]
+    assert store.set_new(["b", "c"], ["2", "3"]) == [b"", None]
+    assert store.set_new(["c"], ["3"]) == [b"3"]
+    assert store.multi_get(["a", "b", "c"]) == [b"1", b"", b"3"]
+
+
+def test_of_threads_that_set_a_new_key_one_sets_it(store: Store, in_threads) -> None:
+    values = [b"%d" % number for number in range(8)]
+    found = in_threads(*(partial(store.set_new, ["k"], [value]) for value in values))
+    winner = store.get("k")
+    assert found == [[None if value == winner else winner] for value in values]
+
+
+def test_an_exchange_sets_a_key_and_waits_for_another(store: Store, in_threads) -> None:
+    assert in_threads(
+        partial(store.exchange, "a", b"1", "b", 60), partial(store.exchange, "b", b"2", "a", timedelta(60))
+    ) == [b"2", b"1"]
+    with pytest.raises(StoreTimeoutError, match=r"'.*d' was not set in the store within 0\.01 s"):
+        store.exchange("c", b"3", "d", 0.01)
+    assert store.get("c") == b"3"
 
 
 def test_compare_set_takes_two_values_of_the_largest_size(full_store: Store) -> None:
