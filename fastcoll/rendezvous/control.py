@@ -304,7 +304,8 @@ class NetMonitor(Monitor):
         # process is found dead here, its notice is read here too, and its death is not taken for a failure.
         proven = set(self._dead(self.members))
         self._control.look(again=bool(proven))
-        proven -= {member for rank, member in enumerate(self.members) if not self._is_present(rank)}
+        if proven:
+            proven -= {member for rank, member in enumerate(self.members) if not self._is_present(rank)}
         if error := self._death(proven, doing):
             return error
         for notice in list(self._control.received.values()):

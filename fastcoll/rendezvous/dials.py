@@ -14,7 +14,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from ..errors import RendezvousError, ResourceError
@@ -158,17 +158,17 @@ def dial_all(
     another version or secret. ResourceError: this host has no port or descriptor left.
     """
     looked = time.monotonic()
-    waiting = list(dials)
+    waiting, ready = dict.fromkeys(dials), list(dials)
     try:
         while True:
-            for dial in list(waiting):
+            for dial in ready:
                 dial.step()
                 if dial.is_done:
-                    waiting.remove(dial)
+                    del waiting[dial]
                     stands(dial)
             if not waiting:
                 return
-            _wait_for(waiting, time.monotonic() + LOOK_SECONDS)
+            ready = _wait_for(waiting, time.monotonic() + LOOK_SECONDS)
             if time.monotonic() - looked >= LOOK_SECONDS:
                 look()
                 looked = time.monotonic()
@@ -187,12 +187,15 @@ def dial_until(dial: Dial, end: float) -> bool:
         _wait_for([dial], end)
 
 
-def _wait_for(dials: Sequence[Dial], end: float) -> None:
-    """Wait until one of the dials can proceed, or until `end`."""
-    poller = select.poll()
+def _wait_for(dials: Iterable[Dial], end: float) -> list[Dial]:
+    """Wait until one of the dials can proceed, or until `end`; return those that can proceed."""
+    poller, polled, paused = select.poll(), dict[int, Dial](), dict[Dial, float]()
     for dial in dials:
         if isinstance(dial.waits_for, tuple):
             poller.register(*dial.waits_for)
+            polled[dial.waits_for[0]] = dial
         else:
-            end = min(end, dial.waits_for)
-    poller.poll(1000 * max(end - time.monotonic(), 0.0) + 0.5)
+            paused[dial] = dial.waits_for
+    end = min([end, *paused.values()])
+    ready = [polled[fd] for fd, _ in poller.poll(1000 * max(end - time.monotonic(), 0.0) + 0.5)]
+    return ready + [dial for dial, until in paused.items() if until <= time.monotonic()]

@@ -26,7 +26,7 @@ HEADER = struct.Struct("!BxHId")
 LENGTH = struct.Struct("!I")
 # Enough for the two values of a COMPARE_SET with their key and the lengths, or for a batch of smaller values.
 MAX_BODY = MAX_ANSWER + MAX_VALUE + 2 * MAX_KEY
-# Op(number) takes ten times as long as a lookup in this dict.
+# Op(number) takes ten times as long as a lookup in this dict, and ReplyStatus(number) as one in _STATUSES.
 _OPERATIONS = {op.value: op for op in Op}
 
 
@@ -43,6 +43,9 @@ class ReplyStatus(IntEnum):
     OK = 0
     TIMEOUT = 1
     REFUSED = 2
+
+
+_STATUSES = {status.value: status for status in ReplyStatus}
 
 
 def encode_frame(code: int, fields: Sequence[bytes], keys: int = 0, timeout: float = 0.0) -> bytes:
@@ -92,10 +95,10 @@ def decode_request(header: bytes, body: bytes) -> StoreRequest:
 
 def decode_answer(header: bytes, body: bytes) -> tuple[ReplyStatus, list[bytes]]:
     """Return the answer in a frame from the server; ProtocolError: it is not an answer."""
-    code = header[0]
-    if code not in tuple(ReplyStatus):
-        raise ProtocolError(f"there is no status {code}")
-    return ReplyStatus(code), decode_fields(body)
+    status = _STATUSES.get(header[0])
+    if status is None:
+        raise ProtocolError(f"there is no status {header[0]}")
+    return status, decode_fields(body)
 
 
 def check_answer(request: StoreRequest, status: ReplyStatus, fields: Sequence[bytes]) -> None:

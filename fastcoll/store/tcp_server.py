@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from ..system.address import (
     CURE,
@@ -75,7 +76,7 @@ class TCPServer(SocketServer):
     def accepted(self, connection: socket.socket, host: str) -> None:
         connection.setblocking(False)
         probe(connection, _PROBE_AFTER_SECONDS)
-        peer, place = connection.fileno(), place_of(*connection.getsockname()[:2])
+        peer, place = connection.fileno(), partial(place_of, *connection.getsockname()[:2])
         self._links[peer] = _Link(connection, host)
         self.selector.register(connection, selectors.EVENT_READ, peer)
         self._core.connect(peer, time.monotonic(), place)

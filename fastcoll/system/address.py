@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import ipaddress
 import logging
@@ -155,6 +156,7 @@ def inherit_listener(descriptor: int) -> socket.socket:
     return listener
 
 
+@functools.lru_cache(64)  # each connection's digests need the same few addresses, and parsing one takes 10 us
 def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """Parse `host` as an IP address, ignoring an interface after %; return None for a name."""
     try:

@@ -68,7 +68,7 @@ def test_which_clients_a_store_accepts(
 ) -> None:
     """The store is "a" at 10.0.0.1:500, with the secret of all of the user's jobs."""
     server = StoreServer(b"the user's own", 1.0, name_of("a", 500))
-    server.connect(1, 0.0, place_of("10.0.0.1", 500))
+    server.connect(1, 0.0, lambda: place_of("10.0.0.1", 500))
     client = Endpoint(name_of(*called), 1, 2, b"the user's own", True)
     server.receive(1, Dialing(client, 0, ConnectionKind.STORE, 0, place_of(*dialed)).opening, 0.0)
     ((_, answer),) = server.outbox
