@@ -23,7 +23,6 @@ import ctypes
 import logging
 import mmap
 import os
-import secrets
 import struct
 import threading
 import time
@@ -59,7 +58,7 @@ _libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctyp
 
 
 def _words(address: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
+    return np.frombuffer(memoryview((ctypes.c_int64 * count).from_address(address)), np.int64)
 
 
 STATE_ADDRESS = map_memory(8 * a.TABLE_WORDS, private=True)
@@ -159,7 +158,7 @@ def _new(limit: int) -> tuple[int, int, int]:
     try:
         os.ftruncate(fd, limit)
         os.posix_fallocate(fd, 0, a.PAGE)  # with ftruncate alone a full /dev/shm would end in SIGBUS
-        base, nonce = map_memory(limit, fd), secrets.randbits(62) + 1
+        base, nonce = map_memory(limit, fd), shared.new_nonce()
     except OSError as error:
         os.close(fd)
         raise ResourceError(

@@ -18,7 +18,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import secrets
 from collections.abc import Iterable
 from functools import cache
 
@@ -46,7 +45,12 @@ _PREFIX = f"fastcoll-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}-"
 
 def new_name() -> str:
     """Return a new, unguessable name, which contains this process's pid and start time for `sweep`."""
-    return f"{_PREFIX}{os.getpid()}-{_start_time(os.getpid())}-{secrets.token_hex(8)}{session()}"
+    return f"{_PREFIX}{os.getpid()}-{_start_time(os.getpid())}-{os.urandom(8).hex()}{session()}"
+
+
+def new_nonce() -> int:
+    """Return a random number from 1 to 2**62."""
+    return int.from_bytes(os.urandom(8), "little") // 4 + 1
 
 
 class Segment:
@@ -83,7 +87,7 @@ class Segment:
             raise ResourceError(f"{shortage(layout.nbytes, layout.cure)} ({error})") from error
         finally:
             memory.close_fd()
-        segment.words[:3] = MAGIC, secrets.randbits(62) + 1, layout.size
+        segment.words[:3] = MAGIC, new_nonce(), layout.size
         return segment
 
     @classmethod

@@ -10,7 +10,6 @@ The cache has no times of messages: posted messages are not measured, so an outd
 from __future__ import annotations
 
 import functools
-import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -64,6 +63,8 @@ def to_publish(ranks: int, slot: int) -> list[list[Any]]:
     left. The fraction is random, so that algorithms are tried also in programs that are too short for a complete
     back-off, and take the same share of the time on average.
     """
+    import random  # takes 1 ms; only rank 0 needs it
+
     found = [
         s for s in tuning_cache.sections() if (s["ranks"], s["slot"]) == (ranks, slot) and s["ns_per_mib"]
     ]

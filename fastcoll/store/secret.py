@@ -21,7 +21,6 @@ import hashlib
 import hmac
 import logging
 import os
-import secrets
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
@@ -229,13 +228,13 @@ def _make(path: Path) -> None:
         # A missing home folder is not created, although root could create it: `mkdir` without `parents` fails.
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(0o700, exist_ok=True)
-    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    part = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.fchmod(fd, 0o600)  # the umask may have removed bits of the mode above
         if why := _openness(os.fstat(fd)):  # on a file system without owners or modes
             raise PermissionError(errno.EPERM, f"a file made there is not private: {why}")
-        os.write(fd, secrets.token_hex(32).encode() + b"\n")
+        os.write(fd, os.urandom(32).hex().encode() + b"\n")
         os.fsync(fd)
         with suppress(FileExistsError):
             os.link(part, path)
