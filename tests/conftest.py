@@ -109,7 +109,8 @@ def pytest_cmdline_main(config):
         config.option.markexpr = config.workerinput["markexpr"]
         return
     if config.pluginmanager.has_plugin("xdist") and config.option.maxworkerrestart is None:
-        config.option.maxworkerrestart = "0"  # after a restart, xdist 3.8 waits for ever for an empty part of the tests
+        # After a restart, xdist 3.8 waits for ever for an empty part of the tests.
+        config.option.maxworkerrestart = "0"
     chosen = any(word.startswith(("-k", "-m")) for word in config.invocation_params.args)
     if chosen or config.args_source is not config.ArgsSource.TESTPATHS:
         return

@@ -36,7 +36,7 @@ from .frames import HEADER, MAX_BODY, check_request_header, decode_request, enco
 from .store import DEFAULT_TIMEOUT, limit_of, tries
 from .table import CHANGING, Missing, Op, StoreRequest, Table, TableStore, check_process, closed_meanwhile
 
-MAGIC = b"fastcoll store 3\n"
+MAGIC = b"fastcoll store 4\n"
 _BEGIN = struct.Struct("!Q")
 FIRST = len(MAGIC) + _BEGIN.size  # where the records of a new file begin
 _HEADER = struct.Struct("!II?3x")
