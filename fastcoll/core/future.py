@@ -24,7 +24,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 class Future(Generic[T]):
-    """A result that will be set later. A subclass defines how to wait for it (`_await`)."""
+    """A result that will be set later. A subclass defines how to wait for it (`await_end`)."""
 
     __slots__ = ("__weakref__", "_callbacks", "_error", "_is_done", "_once", "_value", "_waiters")
 
@@ -53,7 +53,7 @@ class Future(Generic[T]):
             TimeoutError: the future is not done after `timeout`; the operation or call goes on.
         """
         if not self._is_done:
-            self._await(timeout)
+            self.await_end(timeout)
         return self.value()
 
     def value(self) -> T:
@@ -108,13 +108,13 @@ class Future(Generic[T]):
         """
         if not callable(callback):
             raise ArgumentTypeError(f"then(): incompatible function arguments: {callback!r} is no function")
-        following = self._following()
+        following = self.new_future()
 
         def follow(done: F) -> None:
             try:
                 result = callback(done)
             except BaseException as error:
-                following.complete(None, self._of_callback(error))
+                following.complete(None, self.callback_error(error))
             else:
                 following.complete(result, None)
 
@@ -147,15 +147,15 @@ class Future(Generic[T]):
 
     # ---- for subclasses --------------------------------------------------------------------------------------
 
-    def _await(self, timeout: float | timedelta | None) -> None:
+    def await_end(self, timeout: float | timedelta | None) -> None:
         """Block until the future is done; raise TimeoutError after `timeout`, which may be None."""
         raise NotImplementedError
 
-    def _following(self) -> Future[Any]:
+    def new_future(self) -> Future[Any]:
         """Return the new future that `then` returns."""
         raise NotImplementedError
 
-    def _of_callback(self, error: BaseException) -> BaseException:
+    def callback_error(self, error: BaseException) -> BaseException:
         """Return the exception to set in the future that `then` has returned, after its callback raised `error`."""
         return error
 

@@ -107,20 +107,20 @@ class Work(Future[Any]):
     needs_message = False
     """Whether the operation ends only when a message arrives, which may never be sent."""
 
-    # Most operations end before a thread blocks for them, so events, locks and lists of callbacks are made on first
-    # use. A thread that makes one sets `_awaited` before it checks `ended`; `complete` sets `ended` before it checks
-    # `_awaited`. So at least one of the two threads sees what the other has set.
-    ended = _awaited = _observed = False  # _observed: a thread has read how the operation ended
-    _result: Any = None
+    # Most operations end before a thread blocks for them, so the listeners (event, lock, callbacks) are made on first
+    # use. A thread that makes one sets `has_listeners` before it checks `ended`; `complete` sets `ended` before it
+    # checks `has_listeners`. So at least one of the two threads sees what the other has set.
+    ended = has_listeners = _observed = False  # _observed: a thread has read how the operation ended
+    returned: Any = None  # what the synchronous call would have returned
     error: BaseException | None = None
     _has_begun = False
-    _noted_by: UnobservedWorks | None = None
+    noted_by: UnobservedWorks | None = None
     outputs: Sequence[Any] = ()  # the arrays that the operation writes
     profiled: Any = None  # what profiler.py logs when a thread waits, if a profile is on
 
     def __init__(self, describe: str = "operation") -> None:
         self.describe = describe
-        self._forks = _forks
+        self.forks = _forks
 
     @property
     def _state(self) -> str:  # type: ignore[override]  # which concurrent.futures.wait and as_completed read
@@ -129,7 +129,7 @@ class Work(Future[Any]):
     @property
     def end_event(self) -> threading.Event:
         """The event that is set when the operation has ended."""
-        self._awaited = True
+        self.has_listeners = True
         event: threading.Event = self.__dict__.setdefault("_end", threading.Event())
         if self.ended:
             event.set()
@@ -139,12 +139,12 @@ class Work(Future[Any]):
     # thread waits on the condition, so a lock is enough.
     @property
     def _condition(self) -> Any:  # type: ignore[override]
-        self._awaited = True
+        self.has_listeners = True
         return self.__dict__.setdefault("_lock", threading.RLock())
 
     @property
     def _waiters(self) -> list[Any]:  # type: ignore[override]
-        self._awaited = True
+        self.has_listeners = True
         waiters: list[Any] = self.__dict__.setdefault("_listeners", [])
         return waiters
 
@@ -171,11 +171,11 @@ class Work(Future[Any]):
         """
         limit = ENDLESS if timeout is None else seconds(timeout, ENDLESS)
         if not self.ended:
-            if self._forks != _forks:
+            if self.forks != _forks:
                 self.refuse_in_child()
             if is_progressing():
                 refuse_to_block(f"waiting for {self.describe}")
-            if not self._await_end(limit):
+            if not self.await_end(limit):
                 raise CollectiveTimeoutError(f"{self.describe} is not complete after {limit:g} s")
         self._observed = True
         if self.error is not None:
@@ -183,7 +183,7 @@ class Work(Future[Any]):
             raise self.error.with_traceback(None)
         return True
 
-    def _await_end(self, limit: float) -> bool:
+    def await_end(self, limit: float) -> bool:
         """Block until the operation has ended, for at most `limit` seconds; return whether it has."""
         return self.end_event.wait(limit)
 
@@ -192,7 +192,7 @@ class Work(Future[Any]):
 
         The child has none of the threads that would complete the operation.
         """
-        if not self.ended and self._forks != _forks:
+        if not self.ended and self.forks != _forks:
             raise AbortedError(
                 f"{self.describe} is under way in the process from which process {os.getpid()} was forked; wait for "
                 "it there"
@@ -205,7 +205,7 @@ class Work(Future[Any]):
         another group.
         """
         if not self.ended:
-            self._await_end(ENDLESS)
+            self.await_end(ENDLESS)
         self._observed = True
         if self.error is not None:
             raise self.error.with_traceback(None)
@@ -232,7 +232,7 @@ class Work(Future[Any]):
         and None for all other operations.
         """
         self.wait(timeout)
-        return self._result
+        return self.returned
 
     def done(self) -> bool:
         """Return `is_completed()`; futures have this name for it."""
@@ -263,10 +263,10 @@ class Work(Future[Any]):
         if self.ended:
             self._call(callback)
             return
-        self._awaited = True
+        self.has_listeners = True
         self.__dict__.setdefault("_callbacks", deque()).append(callback)
         if self.ended:
-            self._call_back()
+            self.dispatch_callbacks()
 
     def synchronize(self) -> None:
         """Call `wait()`; torch has both names."""
@@ -298,13 +298,13 @@ class Work(Future[Any]):
     def complete(self, result: Any = None, error: BaseException | None = None) -> None:
         """Record that the operation has ended, with a result or an error. Called by the thread that runs it."""
         if result is not None:
-            self._result = result
+            self.returned = result
         if error is not None:
             self.error = error
         self.ended = True
-        if self._noted_by is not None:
-            self._noted_by.ended(self)
-        if self._awaited:
+        if self.noted_by is not None:
+            self.noted_by.ended(self)
+        if self.has_listeners:
             self._notify(self.__dict__)
 
     def _notify(self, made: dict[str, Any]) -> None:
@@ -316,9 +316,13 @@ class Work(Future[Any]):
                 for waiter in made.get("_listeners", ()):
                     waiter.add_result(self) if self.error is None else waiter.add_exception(self)
         if "_callbacks" in made:
-            self._call_back()
+            self.dispatch_callbacks()
 
-    def _call_back(self) -> None:
+    def dispatch_callbacks(self) -> None:
+        """Have `call_back` called: here and now, or, for messages, by the progress thread."""
+        self.call_back()
+
+    def call_back(self) -> None:
         """Call each callback once, even if two threads call this method."""
         callbacks = self.__dict__["_callbacks"]
         while callbacks:
@@ -348,13 +352,13 @@ class WorkFuture(futures.Future[Any]):
     def __str__(self) -> str:
         return f"the future of {self._work!r}"
 
-    def _await(self, timeout: Timeout) -> None:
+    def await_end(self, timeout: Timeout) -> None:
         """Wait for the operation, and then until this future is set, which another thread may do a little later."""
         refuse_to_block("waiting for a Work's future")
         self._work.wait(timeout)
         self.block(ENDLESS)
 
-    def _following(self) -> WorkFuture:
+    def new_future(self) -> WorkFuture:
         return WorkFuture(self._work)
 
 
@@ -375,7 +379,7 @@ class UnobservedWorks:
     def note(self, work: _W, observed: bool = False) -> _W:
         """Add an operation and return it. `observed`: do not report its error, even if no thread reads it."""
         self._works[work] = None
-        work._noted_by = self
+        work.noted_by = self
         if observed:
             work._observed = True
         if work.ended:  # it may have ended before it was added

@@ -65,8 +65,8 @@ class StreamWork(Work):
         self.event: int | None = None
         self._users = 0  # the number of users of the event, including the Work
         self._settled = False
+        self._event_lock = threading.RLock()  # of the event and its users; reentrant, for signal handlers
         self._judge = judge
-        self._result: Any = None
 
     def wait(self, timeout: Timeout = None) -> bool:
         """Make the current streams of the arrays' libraries wait for the result; with a timeout, block the host.
@@ -81,7 +81,7 @@ class StreamWork(Work):
             FastcollError: the error that ended the operation.
         """
         if timeout is None:
-            self._order()
+            self.order_streams()
         elif not self.is_completed():
             refuse_to_block(f"waiting for {self.describe}")
             limit = seconds(timeout, 0.0)
@@ -95,7 +95,7 @@ class StreamWork(Work):
             raise self.error.with_traceback(None)
         return True
 
-    def _order(self) -> None:
+    def order_streams(self) -> None:
         """Make the streams wait on which the arrays' libraries are expected to use the arrays next."""
         with self._event_in_use() as event:
             if event is not None:
@@ -134,7 +134,7 @@ class StreamWork(Work):
         Yields None if the event is not recorded yet, or has been given back. Calls of CUDA may block, so they run
         without the lock, which the watcher needs.
         """
-        with self._condition:
+        with self._event_lock:
             event = self.event
             self._users += event is not None
         if event is None:
@@ -148,7 +148,7 @@ class StreamWork(Work):
 
     def _leave(self, event: int) -> None:
         """Stop using an event; its last user gives it back."""
-        with self._condition:
+        with self._event_lock:
             self._users -= 1
             unused = not self._users
         if unused:
@@ -164,7 +164,7 @@ class StreamWork(Work):
 
     def let_go(self) -> None:
         """Release the memory and the event, after the GPU has finished the work or the Work was given up."""
-        with self._condition:
+        with self._event_lock:
             event, self.event = self.event, None
         if event is not None:
             self._leave(event)
@@ -172,13 +172,13 @@ class StreamWork(Work):
 
     def settle(self, error: BaseException | None = None) -> None:
         """Complete the Work if it is not complete yet."""
-        with self._condition:
+        with self._event_lock:
             if self._settled:
                 return
             # Set the error first, because another thread may find the event complete before `complete` has run in this
             # one.
             self._settled, self.error = True, error
-        self.complete(self._result, error)
+        self.complete(self.returned, error)
 
 
 class Watcher:

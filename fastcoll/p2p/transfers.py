@@ -173,7 +173,9 @@ class Transfer(Work):
         request: the number of its request (`Pipe.request`); 0: it never had one.
     """
 
-    __slots__ = ("_awaited", "_engine", "_noted_by", "_result", "array", "ended", "peer", "request", "tag")
+    __slots__ = (
+        "_engine", "array", "ended", "has_listeners", "noted_by", "peer", "request", "returned", "tag",
+    )  # fmt: skip
 
     if TYPE_CHECKING:
 
@@ -200,10 +202,10 @@ class Transfer(Work):
         self.array = array
         self.peer = peer
         self.tag = tag
-        self._result = result
+        self.returned = result
         self.request = 0
-        self._noted_by = None
-        self.ended = self._awaited = False
+        self.noted_by = None
+        self.ended = self.has_listeners = False
         return self
 
     @property
@@ -216,7 +218,7 @@ class Transfer(Work):
         return f"{self.name}, {tag_text(self.tag)}"
 
     @property
-    def _forks(self) -> int:  # type: ignore[override]
+    def forks(self) -> int:  # type: ignore[override]
         return self._engine.forks
 
     @property
@@ -258,7 +260,7 @@ class Transfer(Work):
 
     # ---- as a Work ---------------------------------------------------------------------------------
 
-    def _await_end(self, limit: float) -> bool:
+    def await_end(self, limit: float) -> bool:
         return self._engine.await_end(self, limit)
 
     def wait(self, timeout: Timeout = None) -> bool:
@@ -269,7 +271,7 @@ class Transfer(Work):
             if engine.request_waits.call(engine.request_table, self.request) < DONE:
                 # This is `complete` without its call. Two threads may do so at the same time.
                 self.ended = True
-                if self._awaited or self._noted_by is not None:
+                if self.has_listeners or self.noted_by is not None:
                     self.complete()
                 return True
         return super().wait(timeout)
@@ -288,12 +290,8 @@ class Transfer(Work):
                 self._engine.poll()
         return self.ended
 
-    def _call_back(self) -> None:
+    def dispatch_callbacks(self) -> None:
         self._engine.call_back(self)
-
-    def call_back(self) -> None:
-        """Call the callbacks. `ProgressThread.run_callbacks` calls this."""
-        super()._call_back()
 
 
 def _needed(monitor: Monitor, rank: int, peer: int | None, sends: bool) -> list[int]:

@@ -45,7 +45,7 @@ class Future(core.Future[T]):
         following: Future[S] = super().then(callback)
         return following
 
-    def _await(self, timeout: Timeout) -> None:
+    def await_end(self, timeout: Timeout) -> None:
         limit = seconds(timeout, ENDLESS)
         until = time.monotonic() + limit
         if self.answer is None:
@@ -54,13 +54,13 @@ class Future(core.Future[T]):
             readers, link, number, deadline = self.answer
             before_blocking(link)
             readers.read_answer(link, number, min(until, deadline))
-        if not self._is_done and not self.block(max(until - time.monotonic(), 0.0)):
+        if not self.done() and not self.block(max(until - time.monotonic(), 0.0)):
             raise RpcTimeoutError(f"the result did not arrive within {limit:g} s")
 
-    def _following(self) -> Future[Any]:
+    def new_future(self) -> Future[Any]:
         return Future()
 
-    def _of_callback(self, error: BaseException) -> BaseException:
+    def callback_error(self, error: BaseException) -> BaseException:
         """Return the exception with which a future of `then` fails if its callback raised `error`.
 
         This is a RuntimeError, as in torch, or `error` itself if that is a KeyboardInterrupt or another BaseException.

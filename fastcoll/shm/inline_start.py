@@ -133,7 +133,7 @@ class OpenCall(_InlineWork):
             self._calls.carry_on(briefly=True)
         return self.ended
 
-    def _await_end(self, limit: float) -> bool:
+    def await_end(self, limit: float) -> bool:
         if self._calls.is_open(self):
             self._calls.carry_on(briefly=limit < ENDLESS)
         if not self.ended:

@@ -228,7 +228,7 @@ def interrupted(*_: Any) -> None:
 def test_an_interrupted_call_fails_the_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with met() as ranks:
         monkeypatch.setattr(Communicator, "queue", interrupted)
-        monkeypatch.setattr(direction.NcclMessage, "_order", interrupted)
+        monkeypatch.setattr(direction.NcclMessage, "order_streams", interrupted)
         with ranks.gpu.on(0), pytest.raises(KeyboardInterrupt):
             getattr(ranks.groups[0], name)(ones(ranks, 0), *([] if name == "all_reduce" else [1]))
         assert "rank 0: KeyboardInterrupt" in str(ranks.groups[0].failure)

@@ -169,7 +169,7 @@ class Posted(Work):
         control = ControlMessage.from_array(array)
         self.value = (peer, tag, control.number, control.decision, control.info.identity[:16])
 
-    def _await_end(self, limit: float) -> bool:
+    def await_end(self, limit: float) -> bool:
         HERE.thread.block("waiting for an answer", lambda: self.ended)
         return True
 
@@ -651,7 +651,7 @@ PLANTS: dict[str, tuple[Any, ...]] = {
         (NcclMessages, "_answer", ANSWERS, f"direction.move(message, identity); {ANSWERS}; return"), "ping", "deadlock"
     ),
     "wait() does not block until the message is queued": (
-        (NcclMessage, "_order", "self._begun.wait(ENDLESS)", "pass"), "late", "used before it has come"
+        (NcclMessage, "order_streams", "self._begun.wait(ENDLESS)", "pass"), "late", "used before it has come"
     ),
     "streams are followed when a message is queued": (
         (Direction, "_queue", "marks, message.marks = message.marks, []", FOLLOWS), "twice", "deadlock on the GPUs"

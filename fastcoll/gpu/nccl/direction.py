@@ -77,7 +77,7 @@ class NcclMessage(StreamWork):
 
     def set_source(self, source: int, tag: int, nbytes: int) -> None:
         """Record which message a receive gets; called before the receive is queued or ends."""
-        self._result, self.nbytes = source, nbytes
+        self.returned, self.nbytes = source, nbytes
         if self.status is not None:
             self.status.fill(source, tag, nbytes // (self.array.dtype.itemsize or 1), nbytes)
 
@@ -88,11 +88,11 @@ class NcclMessage(StreamWork):
             self.settle(error)
         self._begun.set()
 
-    def _order(self) -> None:
+    def order_streams(self) -> None:
         if not self.has_begun:
             refuse_to_block(f"waiting for {self.describe}")
             self._begun.wait(ENDLESS)
-        super()._order()
+        super().order_streams()
 
     def is_past(self) -> bool:
         return self.has_begun and super().is_past()
