@@ -69,26 +69,73 @@ def test_no_file_uses_private_names_of_another() -> None:
     assert not found, found
 
 
+def classes(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, list[str]]]:
+    """Yield each class of a file, and the names of its bases that are not imported from another library."""
+    foreign = {
+        each.asname or each.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and not node.level
+        for each in node.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            names = [ast.unparse(base).split("[")[0].rpartition(".")[2] for base in node.bases]
+            yield node, [name for name in names if name not in foreign and name != node.name]
+
+
 def test_no_class_is_more_than_two_levels_below_an_interface() -> None:
     """Exceptions have a tree of their own."""
     bases: dict[str, list[str]] = {}
     for tree in TREES.values():
-        foreign = {
-            each.asname or each.name
-            for node in tree.body
-            if isinstance(node, ast.ImportFrom) and not node.level
-            for each in node.names
-        }
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                names = [ast.unparse(base).split("[")[0].rpartition(".")[2] for base in node.bases]
-                bases.setdefault(node.name, []).extend(name for name in names if name not in foreign)
+        for node, names in classes(tree):
+            bases.setdefault(node.name, []).extend(names)
 
     def depth(name: str) -> int:
-        return max((1 + depth(base) for base in bases[name] if base in bases and base != name), default=0)
+        return max((1 + depth(base) for base in bases[name] if base in bases), default=0)
 
     deep = {name: depth(name) for name in bases if depth(name) > 2}
     assert all(name.endswith("Error") for name in deep), deep
+
+
+MOST_SHARED = 18
+"""Private names that a class shares with a base class of another file; they may only become fewer."""
+
+
+def private_members(node: ast.ClassDef) -> set[str]:
+    """Return the private names that a class defines, or uses as attributes of self, cls or super()."""
+    names = set()
+    for each in ast.walk(node):
+        if isinstance(each, ast.FunctionDef):
+            names.add(each.name)
+        elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            names.add(each.id)
+        elif isinstance(each, ast.Attribute) and ast.unparse(each.value) in ("self", "cls", "super()"):
+            names.add(each.attr)
+    return {name for name in names if re.match("_[^_]", name)}
+
+
+def test_few_private_names_are_shared_with_a_base_of_another_file() -> None:
+    """A name that subclasses in other files override or use is public."""
+    found: dict[str, list[tuple[Path, ast.ClassDef, list[str]]]] = {}
+    for file, tree in TREES.items():
+        for node, bases in classes(tree):
+            found.setdefault(node.name, []).append((file, node, bases))
+
+    def above(bases: list[str]) -> Iterator[tuple[Path, ast.ClassDef]]:
+        for name in bases:
+            for file, node, further in found.get(name, []):
+                yield file, node
+                yield from above(further)
+
+    shared = {
+        f"{file.relative_to(PACKAGE)}: {node.name}.{name}"
+        for each in found.values()
+        for file, node, bases in each
+        for place, base in above(bases)
+        if place != file
+        for name in private_members(node) & private_members(base)
+    }
+    assert len(shared) <= MOST_SHARED, sorted(shared)
 
 
 MOST_FUNCTIONS, MOST_CALLED_ONCE = 73, 310

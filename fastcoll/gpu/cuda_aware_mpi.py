@@ -69,10 +69,10 @@ class MpiCarrier(StagedCarrier):
 
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
         kind, outputs, inputs, op, root, _, _ = operation
-        if kind == "reduce" and root != self._group.rank:
+        if kind == "reduce" and root != self.group.rank:
             outputs = ()
         plain = None if op is None else checked(op, inputs[0].dtype)
-        by_kernels = op is None or (op.function is None and self._group.size <= MOST_SOURCES)
+        by_kernels = op is None or (op.function is None and self.group.size <= MOST_SOURCES)
         if kind in ("scan", "exscan") or not by_kernels:
             return super().plan(operation, timeout)
         staged = super().plan
@@ -98,7 +98,7 @@ class MpiCarrier(StagedCarrier):
         memory, scope = self._memory, self._memory.scope
         by = op if auto.has_kernels() else plain  # without kernels nothing is scaled; the call is staged
         if KINDS[kind].made_of or (kind == "all_reduce" and plain is not op):
-            one, finish = scope.as_one(operation._replace(op=by), self._group.size)
+            one, finish = scope.as_one(operation._replace(op=by), self.group.size)
             memory.settle()
             done = bool(self._direct.plan(one._replace(op=plain))())
             if done:
@@ -107,7 +107,7 @@ class MpiCarrier(StagedCarrier):
             return done
         sources: Arrays = inputs
         if kind not in ("all_reduce", "broadcast"):
-            sources = scope.apart([scope.scaled(x, by) for x in inputs], outputs, self._group.rank)
+            sources = scope.apart([scope.scaled(x, by) for x in inputs], outputs, self.group.rank)
             memory.settle()
         targets = outputs or (sources if kind == "reduce" else ())
         direct = operation._replace(outputs=tuple(targets), inputs=tuple(sources), op=plain)

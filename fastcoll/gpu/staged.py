@@ -59,7 +59,7 @@ class StagedCarrier(DeviceCarrier):
     """The carrier of GPU arrays that works with every backend and any GPUs."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self.staging = Staging(group)
         self.messages: Messages = StagedMessages(group, self.staging)
 
@@ -69,7 +69,7 @@ class StagedCarrier(DeviceCarrier):
 
     def plan(self, operation: Operation, timeout: float | None = None) -> Call:
         kind, outs, ins, op, root, parts, _ = operation
-        rank = self._group.rank
+        rank = self.group.rank
         plain = None if op is None else checked(op, (outs or ins)[0].dtype)
         down, up = ins, outs
         if kind == "broadcast":
@@ -91,7 +91,7 @@ class StagedCarrier(DeviceCarrier):
                 if op is not plain:
                     for host in given:
                         _scale(host, op)
-                self._group.planned(Operation(kind, taken, given, plain, root, parts))()
+                self.group.planned(Operation(kind, taken, given, plain, root, parts))()
                 self.staging.copy("up", up, taken)
 
         return call
@@ -105,7 +105,7 @@ class StagedCarrier(DeviceCarrier):
             except UsageError:
                 raise  # all ranks raise the same error
             except BaseException as error:
-                self._group.abort(f"{name} of arrays on a GPU ended with {type(error).__name__}: {error}")
+                self.group.abort(f"{name} of arrays on a GPU ended with {type(error).__name__}: {error}")
                 # The queued copies must end before their memory is freed.
                 with suppress(FastcollError):
                     self.staging.settle()
@@ -121,7 +121,7 @@ class StagedCarrier(DeviceCarrier):
         """
         kind = KINDS[operation.kind].made_of or operation.kind
         arrays = operation.inputs
-        compared = Compared.of(operation, self._group.size)
+        compared = Compared.of(operation, self.group.size)
         marks = self.staging.mark((*arrays, *operation.outputs))
         moved = down or up
         dtype = moved[0].dtype
@@ -144,7 +144,7 @@ class StagedCarrier(DeviceCarrier):
                     host = pipeline.ready(k)
                     if op is not operation.op:
                         _scale(host, op)
-                    self._group.planned(Operation(kind, (host,), (host,), operation.op, operation.root))()
+                    self.group.planned(Operation(kind, (host,), (host,), operation.op, operation.root))()
                     pipeline.bring(k)
 
         return call
@@ -155,7 +155,7 @@ class StagedCarrier(DeviceCarrier):
         Raises:
             MismatchError: on all ranks, if the calls differ.
         """
-        group = self._group
+        group = self.group
         rows = group.rows_of_all(np.array([compared, nbytes], np.int64))
         everybody = [(call, shape) for call, shape in rows.tolist()]
         if len(set(everybody)) > 1:
