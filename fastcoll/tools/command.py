@@ -31,7 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that a command line names; return its exit code."""
     name, *words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
-        print(_help())
+        print("usage: python -m fastcoll COMMAND ...\n")
+        for name, (_, about) in COMMANDS.items():
+            print(f"  {name:8} {about}")
+        print("\npython -m fastcoll COMMAND --help: its options")
         return 0
     if name in ("-V", "--version"):
         print(f"fastcoll {__version__}")
@@ -42,16 +45,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fastcoll: there is no command {name!r}; {cure}", file=sys.stderr)
         return 2
     return run_command(lambda: import_module(COMMANDS[name][0]).main(words))
-
-
-def _help() -> str:
-    rows = [f"  {name:8} {about}" for name, (_, about) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: python -m fastcoll COMMAND ...",
-            "",
-            *rows,
-            "",
-            "python -m fastcoll COMMAND --help: its options",
-        ]
-    )

@@ -161,7 +161,7 @@ def summary(dumps: Sequence[Dump]) -> str:
     """Return a paragraph about what went wrong first."""
     found = divergences(dumps)
     ended = _ended(dumps)
-    parts = [_headline(found[0], dumps), *_whereabouts(found[0], dumps, ended)] if found else []
+    parts = [_headline(found[0], dumps), *_late(found[0], dumps), *_silent(found[0], ended)] if found else []
     edges = waits(dumps)
     loop = ring(edges)
     if not found and not loop:
@@ -205,11 +205,8 @@ def _headline(found: Divergence, dumps: Sequence[Dump]) -> str:
     return f"{waited[0].upper()}{waited[1:]} waited{long} in {what}, which {_ranks(missing)} never called."
 
 
-def _whereabouts(found: Divergence, dumps: Sequence[Dump], ended: Container[int]) -> Iterator[str]:
-    """Yield a sentence about each rank that is missing in the call: its last call, and what it does now.
-
-    Ranks that have `ended`, according to others, are not guessed about.
-    """
+def _late(found: Divergence, dumps: Sequence[Dump]) -> Iterator[str]:
+    """Yield a sentence about each late rank: its last call in the group, and what it does now."""
     here = {dump.rank: dump for dump in dumps}
     for rank in found.late[:_MOST_NAMED]:
         dump = here[rank]
@@ -239,6 +236,10 @@ def _whereabouts(found: Divergence, dumps: Sequence[Dump], ended: Container[int]
         at = [f"it is in {line}"] if line and not elsewhere else []
         site = f" (called at {last.site})" if last and last.site else ""
         yield f"Rank {rank}: {'; '.join([done + site, *elsewhere, *at])}."
+
+
+def _silent(found: Divergence, ended: Container[int]) -> Iterator[str]:
+    """Yield a sentence about the members that left no file; those that have `ended` are not guessed about."""
     members = {peer.rank: peer for peer in found.members}
     known: list[str] = []
     unknown: list[str] = []

@@ -108,9 +108,18 @@ def launched_by(environ: Mapping[str, str]) -> Launched:
             passed_over.append(("ignored", source.name, _why_not(source, environ, detected)))
     facts = [("launcher", _launcher(detected, environ), _why(detected, environ, sources))]
     if detected.rank is not None or detected.world_size is not None:
-        facts += [
-            (what, str(value), why) for what, value, why in _numbers(detected, environ) if value is not None
+        local = "of the ranks on this machine"
+        numbers = [
+            ("rank", detected.rank, detected.rank_variable),
+            (
+                "world size",
+                detected.world_size,
+                "all of them on this machine" if detected.on_one_node else "",
+            ),
+            ("local rank", detected.local_rank, local),
+            ("local world size", detected.local_size, local),
         ]
+        facts += [(what, str(value), why) for what, value, why in numbers if value is not None]
     facts += passed_over
     try:
         return Launched((*facts, _meeting(detected)))
@@ -155,16 +164,6 @@ def _why_not(source: LauncherVariables, environ: Mapping[str, str], detected: De
     if environ.get("SLURM_JOB_NAME") in _SHELLS:
         return f"{found}: this is a shell in an allocation, not a task that srun has started"
     return f"{found}: a task that srun has started has both {source.rank} and {source.size}"
-
-
-def _numbers(detected: Detected, environ: Mapping[str, str]) -> list[tuple[str, int | None, str]]:
-    local = "of the ranks on this machine"
-    return [
-        ("rank", detected.rank, detected.rank_variable),
-        ("world size", detected.world_size, "all of them on this machine" if detected.on_one_node else ""),
-        ("local rank", detected.local_rank, local),
-        ("local world size", detected.local_size, local),
-    ]
 
 
 def _meeting(detected: Detected) -> tuple[str, str, str]:
