@@ -94,10 +94,7 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elasti
         parser.error(f"--node_rank must be from 0 to {nodes - 1}, got {options.node_rank}")
     if nodes > 1 and options.master_addr is None:
         parser.error(f"--master_addr is needed for {nodes} nodes: give the host of node 0 on every node")
-    if options.module and options.no_python:
-        parser.error("-m and --no_python exclude each other")
-    if not (options.module or options.no_python or os.path.exists(options.program)):
-        parser.error(f"there is no script {options.program!r} (for a module give -m)")
+    command = _command(parser, options)
     port = options.master_port
     if port is None:
         port = free_port() if nodes == 1 else MANY_NODES_PORT
@@ -110,9 +107,8 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elasti
         bound_to = shares(options.cpu_bind, processors, options.nproc_per_node)
     except ValueError as error:
         parser.error(str(error))
-    python = () if options.no_python else (sys.executable, "-u", *(["-m"] if options.module else []))
     return NodeShare(
-        (*python, options.program),
+        command,
         options.nproc_per_node,
         nodes,
         options.node_rank,
@@ -132,3 +128,13 @@ def _job(parser: argparse.ArgumentParser, options: argparse.Namespace, is_elasti
         },
         shares=bound_to,
     )
+
+
+def _command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the command that starts the program, without the program's arguments."""
+    if options.module and options.no_python:
+        parser.error("-m and --no_python exclude each other")
+    if not (options.module or options.no_python or os.path.exists(options.program)):
+        parser.error(f"there is no script {options.program!r} (for a module give -m)")
+    python = () if options.no_python else (sys.executable, "-u", *(["-m"] if options.module else []))
+    return (*python, options.program)

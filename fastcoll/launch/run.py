@@ -15,7 +15,7 @@ import mmap
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -74,31 +74,10 @@ def run(
     if type(ranks) is not int or ranks < 1:
         raise UsageError(f"run: ranks must be an int from 1 up, got {ranks!r}")
     check_call("run", args)
-    cloudpickle = _cloudpickle()
-    # Notebooks and shells keep the source of their cells in `linecache`. Ranks get it too, for tracebacks.
-    typed = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
-    module = sys.modules.get(getattr(fn, "__module__", ""))
-    lost = module is not None and hasattr(module, "__file__") and not _is_importable(module)
-    try:
-        if lost:
-            cloudpickle.register_pickle_by_value(module)
-        task = cloudpickle.dumps((typed, fn, tuple(args), dict(kwargs or {}), backend, timeout))
-    except Exception as error:
-        raise UsageError(
-            f"run: {getattr(fn, '__qualname__', fn)!r}, what it refers to, or its arguments cannot be pickled: {error}"
-        ) from error
-    finally:
-        if lost:
-            cloudpickle.unregister_pickle_by_value(module)
+    task = _pickled(fn, args, kwargs, backend, timeout)
     with contextlib.ExitStack() as open_files:
         metrics = open_files.enter_context(in_launcher.serving())
-        files: list[int] = []
-        for _ in range(ranks + 1):
-            # Ranks inherit a file under its number, so it is above those of standard streams, which may be closed here.
-            lowest = os.memfd_create("fastcoll-run")
-            with open(lowest, "rb"):
-                files.append(fcntl.fcntl(lowest, fcntl.F_DUPFD_CLOEXEC, 3))
-            open_files.callback(os.close, files[-1])
+        files = [open_files.enter_context(_memory_file()) for _ in range(ranks + 1)]
         with open(files[0], "wb", closefd=False) as stream:
             stream.write(task)
         numbers = tuple(map(str, files))
@@ -118,6 +97,50 @@ def run(
         )
         supervisor.run()
         return _results(supervisor.ranks, files[1:], supervisor.first.rank if supervisor.first else None)
+
+
+def _pickled(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    backend: str | None,
+    timeout: Timeout,
+) -> bytes:
+    """Return what `main` loads: the source of what was typed, the function, its arguments, and those of the world.
+
+    Raises:
+        UsageError: something cannot be pickled.
+    """
+    cloudpickle = _cloudpickle()
+    # Notebooks and shells keep the source of their cells in `linecache`. Ranks get it too, for tracebacks.
+    typed = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+    module = sys.modules.get(getattr(fn, "__module__", ""))
+    lost = module is not None and hasattr(module, "__file__") and not _is_importable(module)
+    try:
+        if lost:
+            cloudpickle.register_pickle_by_value(module)
+        task: bytes = cloudpickle.dumps((typed, fn, tuple(args), dict(kwargs or {}), backend, timeout))
+        return task
+    except Exception as error:
+        raise UsageError(
+            f"run: {getattr(fn, '__qualname__', fn)!r}, what it refers to, or its arguments cannot be pickled: {error}"
+        ) from error
+    finally:
+        if lost:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+@contextlib.contextmanager
+def _memory_file() -> Iterator[int]:
+    """Open a file in memory that ranks inherit, and yield its descriptor."""
+    # It has the same number in the ranks, so it is above those of standard streams, which may be closed here.
+    lowest = os.memfd_create("fastcoll-run")
+    with open(lowest, "rb"):
+        file = fcntl.fcntl(lowest, fcntl.F_DUPFD_CLOEXEC, 3)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def _is_importable(module: ModuleType) -> bool:
