@@ -89,13 +89,10 @@ class Job:
             if all_left and is_counted:
                 # A rank that has finished this call has made this many groups: the world first, then group0.
                 self._over[key] = int(key.removeprefix("group")) + 2
-                self._retire_settled()
-
-    def _retire_settled(self) -> None:
-        settled = self.lease.settled_by_all()
-        for key in [key for key, needed in self._over.items() if settled >= needed]:
-            self.lease.store.retire(f"{key}/", 1)
-            del self._over[key]
+                settled = self.lease.settled_by_all()
+                for over in [over for over, needed in self._over.items() if settled >= needed]:
+                    self.lease.store.retire(f"{over}/", 1)
+                    del self._over[over]
 
 
 def make_world(

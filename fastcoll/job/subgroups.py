@@ -66,15 +66,7 @@ def new_group(
     job = current_job()
     check_unused(pg_options, device_id)
     size = len(job.lease.members)
-    given = list(range(size)) if ranks is None else wholes("ranks", ranks)
-    chosen = sorted(given)
-    if not chosen or len(set(chosen)) < len(chosen) or chosen[0] < 0 or chosen[-1] >= size:
-        raise UsageError(
-            f"ranks is {given}; expected at least one of the ranks 0..{size - 1}, each at most once"
-            + (WORLD_OF_ONE if size == 1 else "")
-        )
-    if not sort_ranks:
-        chosen = given
+    chosen = _checked_ranks(ranks, size, sort_ranks)
     choice = job.choice if backend is None else parse_backend(backend)
     limit = positive_seconds(timeout, job.timeout)
     # If the world has an NCCL communicator, split it, so that the group gets its own.
@@ -114,6 +106,22 @@ def new_group(
             return GroupMember.NON_GROUP_MEMBER
         groups.add(group, choice)
         return group
+
+
+def _checked_ranks(ranks: Sequence[int] | None, size: int, sort_ranks: bool) -> list[int]:
+    """Return the ranks of a new group in a world of `size` ranks.
+
+    Raises:
+        UsageError: there are none, or there are duplicates, or ranks that do not exist.
+    """
+    given = list(range(size)) if ranks is None else wholes("ranks", ranks)
+    chosen = sorted(given)
+    if not chosen or len(set(chosen)) < len(chosen) or chosen[0] < 0 or chosen[-1] >= size:
+        raise UsageError(
+            f"ranks is {given}; expected at least one of the ranks 0..{size - 1}, each at most once"
+            + (WORLD_OF_ONE if size == 1 else "")
+        )
+    return chosen if sort_ranks else given
 
 
 def new_subgroups(
