@@ -277,26 +277,23 @@ class Watcher:
     def _run(self, over: threading.Event) -> None:
         mark_progressing()
         try:
-            self._watch()
+            while (oldest := self._oldest()) is not None:
+                try:
+                    if oldest.is_past():
+                        self._end(oldest)
+                        continue
+                    if self._has_given_up():
+                        return
+                except FastcollError as error:  # an error of CUDA is final
+                    self._fail(AbortedError(f"{oldest.describe}: {error}"))
+                    return
+                time.sleep(_NAP if time.monotonic() - oldest.began < _YOUNG else _LONG_NAP)
         finally:
             over.set()
             with self._changed:
                 if self._thread is threading.current_thread():
                     self._thread = None
                 self._changed.notify_all()
-
-    def _watch(self) -> None:
-        while (oldest := self._oldest()) is not None:
-            try:
-                if oldest.is_past():
-                    self._end(oldest)
-                    continue
-                if self._has_given_up():
-                    return
-            except FastcollError as error:  # an error of CUDA is final
-                self._fail(AbortedError(f"{oldest.describe}: {error}"))
-                return
-            time.sleep(_NAP if time.monotonic() - oldest.began < _YOUNG else _LONG_NAP)
 
     def _has_given_up(self) -> bool:
         return self._broken_at is not None and time.monotonic() > self._broken_at + _GIVE_UP

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -44,7 +44,9 @@ def register() -> None:
     # fastcoll has its own recorder.
     record_themselves: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     record_themselves.add("fastcoll")
-    run_uncompiled(_methods_of_groups())
+    classes = {*FastcollProcessGroup.__mro__, *PendingWork.__mro__}
+    ours = [each for each in classes if each.__module__.startswith(__package__)]
+    run_uncompiled(method for each in ours for method in vars(each).values())
     # A list, because torch 2.13 reads a string as a list of one-letter devices.
     dist.Backend.register_backend("fastcoll", create, extended_api=True, devices=["cpu"])
     if default := config.get("FASTCOLL_TORCH_DEFAULT"):
@@ -151,9 +153,3 @@ def run_uncompiled(methods: Iterable[object]) -> None:
     for method in methods:
         if isinstance(method, FunctionType):
             set_strategy(method.__code__, skip_all)
-
-
-def _methods_of_groups() -> Iterator[object]:
-    for base in {*FastcollProcessGroup.__mro__, *PendingWork.__mro__}:
-        if base.__module__.startswith(__package__):
-            yield from vars(base).values()
