@@ -154,19 +154,7 @@ def _as_ndarray(x: Any, what: str, writable: bool, functional: bool) -> Array | 
     if hasattr(x, "__array_interface__"):
         return np.asarray(x)
     if hasattr(x, "__dlpack__"):
-        try:
-            array = _view_of_dlpack(x)
-        except (BufferError, RuntimeError, TypeError, ValueError) as error:
-            raise ArrayError(
-                f"{what} is a {type(x).__name__} that NumPy cannot view through DLPack: {error}; give a NumPy array"
-            ) from error
-        if writable and not array.flags.writeable:
-            raise ArrayError(
-                f"{what} is a {type(x).__name__}, which is read-only through DLPack with NumPy {np.__version__}, and "
-                "the result goes there; give a NumPy array (of DLPack before 1.0, or with NumPy before 2.1, all is "
-                "read-only)"
-            )
-        return array
+        return _from_dlpack(x, writable, what)
     try:
         view = memoryview(x)
     except TypeError:
@@ -179,11 +167,23 @@ def _as_ndarray(x: Any, what: str, writable: bool, functional: bool) -> Array | 
         ) from error
 
 
-def _view_of_dlpack(x: Any) -> Array:
+def _from_dlpack(x: Any, writable: bool, what: str) -> Array:
     try:
-        return np.from_dlpack(x, **_NEVER_COPY)
-    except TypeError:  # before DLPack 1.0 the only argument is `stream`, and nothing is copied
-        return np.from_dlpack(x)
+        try:
+            array = np.from_dlpack(x, **_NEVER_COPY)
+        except TypeError:  # before DLPack 1.0 the only argument is `stream`, and nothing is copied
+            array = np.from_dlpack(x)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise ArrayError(
+            f"{what} is a {type(x).__name__} that NumPy cannot view through DLPack: {error}; give a NumPy array"
+        ) from error
+    if writable and not array.flags.writeable:
+        raise ArrayError(
+            f"{what} is a {type(x).__name__}, which is read-only through DLPack with NumPy {np.__version__}, and "
+            "the result goes there; give a NumPy array (of DLPack before 1.0, or with NumPy before 2.1, all is "
+            "read-only)"
+        )
+    return array
 
 
 def _cure(x: Any) -> str:
