@@ -45,21 +45,20 @@ def make_parser() -> argparse.ArgumentParser:
         "python -m fastcoll.launch", description=_ABOUT, epilog=_CODES, allow_abbrev=False
     )
 
-    def add(name: str, *others: str, group: argparse._ActionsContainer = parser, **rest: object) -> None:
+    local_rank = parser.add_mutually_exclusive_group()
+
+    def add(name: str, *others: str, of_local_rank: bool = False, **rest: object) -> None:
         # `others` may have torchrun's name of the option, for which torchrun reads PET_<NAME>.
         words = [name, *(other[2:] for other in others if other.startswith("--"))]
         given = next(filter(None, (os.environ.get(f"PET_{word.upper()}") for word in words)), None)
         if given is not None:
             rest["default"] = given == "1" if rest.get("action") == "store_true" else given
         spellings = dict.fromkeys([*others, f"--{name}", f"--{name.replace('_', '-')}"])
+        group = local_rank if of_local_rank else parser
         group.add_argument(*spellings, dest=name, **rest)  # type: ignore[arg-type]
 
-    _add_nodes(add)
-    _add_meeting(add)
-    _add_ranks(add, parser.add_mutually_exclusive_group())
-    _add_failures(add)
-    _add_output(add)
-    _add_end(add)
+    for add_some in (_add_nodes, _add_meeting, _add_ranks, _add_failures, _add_output, _add_end):
+        add_some(add)
     add("module", "-m", action="store_true", help="the program is a module, as in python -m")
     for name, why in _REFUSED.items():
         add(name, action=_Refused, const=why, nargs="?", help=argparse.SUPPRESS)
@@ -100,7 +99,7 @@ def _add_meeting(add: _Add) -> None:
              "which this node reaches the endpoint)")  # fmt: skip
 
 
-def _add_ranks(add: _Add, local_rank: argparse._ActionsContainer) -> None:
+def _add_ranks(add: _Add) -> None:
     add(
         "role",
         default="default",
@@ -113,9 +112,9 @@ def _add_ranks(add: _Add, local_rank: argparse._ActionsContainer) -> None:
     add("cpu_bind", type=_binding, default="none", metavar="WHERE",
         help="bind each rank to processors: cores: to its part of the cores; numa, sockets: to a NUMA node or socket; "
              "none: to no processors (default). A bound rank computes with a thread on each of its cores")  # fmt: skip
-    add("pass_local_rank", group=local_rank, action="store_true",
+    add("pass_local_rank", of_local_rank=True, action="store_true",
         help="add --local_rank=N before the program's own arguments, like torch's first launcher")  # fmt: skip
-    add("use_env", group=local_rank, action="store_true",
+    add("use_env", of_local_rank=True, action="store_true",
         help="do not add --local_rank: programs read LOCAL_RANK from the environment (default)")  # fmt: skip
     add("no_python", action="store_true", help="run the program itself, without Python")
 
