@@ -24,12 +24,10 @@ class Job:
     timeout: float  # seconds; the default of every group
     # Whether this rank was admitted to a running job, and has not copied the state of the other ranks yet.
     is_joiner: bool = field(default=False, init=False)
-    _places: dict[ProcessGroup, str] = field(
-        default_factory=dict, init=False
-    )  # key prefixes of the groups besides the world
-    _over: dict[str, int] = field(
-        default_factory=dict, init=False
-    )  # key of a group that all members have left -> how many groups each rank must make before it is deleted
+    # The key prefixes of the groups besides the world.
+    _places: dict[ProcessGroup, str] = field(default_factory=dict, init=False)
+    # Key of a group that all members have left -> how many groups each rank must make before it is deleted.
+    _over: dict[str, int] = field(default_factory=dict, init=False)
     _calls: Counter[str] = field(default_factory=Counter, init=False)
 
     def number(self, kind: str) -> int:

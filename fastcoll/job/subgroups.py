@@ -16,7 +16,7 @@ from ..core.operands import WORLD_OF_ONE, check_unused, positive_seconds, whole,
 from ..core.work import Timeout
 from ..errors import UsageError
 from ..failpoints import reach
-from .backends import Backend, is_mpi_initialised, load, parse_backend
+from .backends import Backend, BackendChoice, is_mpi_initialised, load, parse_backend
 from .group_requests import GroupRequest
 from .groups import Group, GroupMember, NonMember, get_backend_config, get_process_group_ranks, groups
 from .job import Job
@@ -75,21 +75,11 @@ def new_group(
     splits = not use_local_synchronization and in_order and nccl and world.gpus.splits()
     # MPI_Init waits for all ranks, without a timeout, so they first wait for one another in the store.
     initialises = choice.initialises_mpi and not use_local_synchronization and not is_mpi_initialised()
-    waits_for_all = splits or initialises
-    asked = range(size) if waits_for_all else chosen
     reach("new_group.enter")
     with job.making(chosen, f"new_group({chosen})", counted=not use_local_synchronization):
-        while True:
-            key = _key(job, chosen, use_local_synchronization)
-            request = GroupRequest(job.lease, key, chosen, str(choice))
-            if not use_local_synchronization or job.lease.rank in chosen:
-                request.publish()
-                reach("new_group.after_request")
-            if job.lease.rank not in chosen and not waits_for_all:
-                return GroupMember.NON_GROUP_MEMBER
-            if request.is_agreed(asked, limit, waits_for_all):
-                break
-            job.lease.settle()
+        key = _agreed_key(job, chosen, choice, limit, use_local_synchronization, splits or initialises)
+        if key is None:
+            return GroupMember.NON_GROUP_MEMBER
         if initialises:
             load(choice)
         group = None
@@ -122,6 +112,43 @@ def _checked_ranks(ranks: Sequence[int] | None, size: int, sort_ranks: bool) -> 
             + (WORLD_OF_ONE if size == 1 else "")
         )
     return chosen if sort_ranks else given
+
+
+def _agreed_key(
+    job: Job,
+    ranks: Sequence[int],
+    choice: BackendChoice,
+    timeout: float,
+    only_members: bool,
+    waits_for_all: bool,
+) -> str | None:
+    """Request a group, and wait until others have made the same request; return the group's key in the store.
+
+    Args:
+        only_members: only the members of the group make this call.
+        waits_for_all: wait for all ranks of the world, not only for the members.
+
+    Returns:
+        None if this rank is no member and waits for no rank.
+    """
+    asked = range(len(job.lease.members)) if waits_for_all else ranks
+    while True:
+        # The key has the number of this call. Calls that all ranks make are counted together; calls that only members
+        # make are counted for each set of members.
+        if only_members:
+            label = f"members{crc32(repr(sorted(ranks)).encode()):08x}x{len(ranks)}"
+            key = f"{label}-{job.number(label)}"
+        else:
+            key = f"group{job.number('all')}"
+        request = GroupRequest(job.lease, key, ranks, str(choice))
+        if not only_members or job.lease.rank in ranks:
+            request.publish()
+            reach("new_group.after_request")
+        if job.lease.rank not in ranks and not waits_for_all:
+            return None
+        if request.is_agreed(asked, timeout, waits_for_all):
+            return key
+        job.lease.settle()
 
 
 def new_subgroups(
@@ -250,14 +277,3 @@ def _checked_parts(name: str, parts: Any) -> list[list[int]]:
     if twice := [rank for rank, n in times.items() if n > 1]:
         raise UsageError(f"rank {twice[0]} is listed twice in {checked}")
     return checked
-
-
-def _key(job: Job, ranks: Sequence[int], only_members: bool) -> str:
-    """Return the group's key in the store, which contains the number of this call.
-
-    Calls that all ranks make are counted together; calls that only members make are counted for each set of members.
-    """
-    if not only_members:
-        return f"group{job.number('all')}"
-    label = f"members{crc32(repr(sorted(ranks)).encode()):08x}x{len(ranks)}"
-    return f"{label}-{job.number(label)}"
