@@ -233,9 +233,8 @@ class _Watched:
             number, call, shape = self._record.last_call()
             last, self._last = self._last, number
             if number != last + 1:
-                if (
-                    number == last
-                ):  # calls on GPUs, in groups of one rank, and those that were refused at once
+                # Calls on GPUs, in groups of one rank, and those that were refused at once.
+                if number == last:
                     number, call, shape = 0, code, nbytes
                 else:
                     self._copy(last + 1, number - 1)

@@ -480,9 +480,8 @@ class ProgressQueue:
 
     def _next(self) -> tuple[Work, Callable[[], Any]] | None:
         with self.changed:
-            if (
-                threading.current_thread() is not self._thread
-            ):  # the thread that started this one was interrupted
+            # The thread that started this one may have been interrupted, and not have recorded it.
+            if threading.current_thread() is not self._thread:
                 return None
             self.changed.wait_for(lambda: self._jobs or self._closed, self.IDLE_SECONDS)
             if self._jobs:

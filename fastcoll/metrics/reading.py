@@ -109,9 +109,8 @@ class _RecordedGroup:
         begun, finished = self.counts()
         first = max(self._seen + 1, begun - r.RING + 1)
         rows = self.rows(first, finished)
-        begun, _ = (
-            self.counts()
-        )  # rows of calls up to begun - RING may have been overwritten while they were read
+        # Rows of calls up to begun - RING may have been overwritten while they were read.
+        begun, _ = self.counts()
         numbers = np.arange(first, finished + 1)
         rows = rows[(rows[:, r.NUMBER] == numbers) & (numbers > begun - r.RING)]
         calls = list(summary(rows[rows[:, r.ENDED] & 7 == 0]))

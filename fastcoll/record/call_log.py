@@ -118,9 +118,8 @@ class CallLog:
 
     def __init__(self, about: dict[str, Any], path: str | None = None, most: int = MOST) -> None:
         self._path, self._most, self._count = path, most, 0
-        self._lock = (
-            threading.RLock()
-        )  # reentrant, because a signal handler may make a call while its thread adds a row
+        # Reentrant, because a signal handler may make a call while its thread adds a row.
+        self._lock = threading.RLock()
         self._removed: dict[Key, list[int]] = {}
         now = time.monotonic_ns()
         self.about = about | {"format": FORMAT, "version": __version__, "began": now, "ended": 0, "level": 0}

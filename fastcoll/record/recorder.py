@@ -64,9 +64,8 @@ class _File:
         self.fd = -1
         self.end = -(-r.BLOCKS // _PAGE) * _PAGE
         self.groups: set[int] = set()  # the rows of the table of groups that are not closed
-        self._closed: deque[tuple[int, object]] = (
-            deque()
-        )  # for each closed group that is kept, its row and its block
+        # For each closed group that is kept, its row and its block.
+        self._closed: deque[tuple[int, object]] = deque()
 
     def open(self, me: Member, job: str) -> None:
         """Make the memfd of this process.

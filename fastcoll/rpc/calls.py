@@ -131,9 +131,8 @@ def run_user_function(func: Callable[..., Any], args: Sequence[Any], kwargs: Map
     try:
         result = func(*args, **kwargs)
     except Exception:
-        if not (getattr(func, "__module__", None) or "").startswith(
-            _PACKAGE
-        ):  # log no errors of this package's functions: they are meant for the caller
+        # Log no errors of this package's functions: they are meant for the caller.
+        if not (getattr(func, "__module__", None) or "").startswith(_PACKAGE):
             # Log the traceback as text: a log handler may keep the record, and a traceback would keep the arguments.
             name = getattr(func, "__qualname__", func)
             _log.error("%s raised an exception, which its caller gets:\n%s", name, traceback.format_exc())

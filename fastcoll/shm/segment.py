@@ -189,9 +189,8 @@ class Segment:
         if not self._closed:
             self._closed = True
             del self.words, self._export
-            with contextlib.suppress(
-                BufferError
-            ):  # a traceback still refers to a view, and the memory is unmapped when the traceback is freed
+            # BufferError: a traceback still refers to a view, and the memory is unmapped when the traceback is freed.
+            with contextlib.suppress(BufferError):
                 self._mapping.close()
 
 
@@ -234,9 +233,8 @@ def nameless() -> int:
 
 def unlink(name: str) -> None:
     """Remove a segment's name if it exists; mappings stay."""
-    with contextlib.suppress(
-        posix_ipc.ExistentialError, OSError
-    ):  # OSError: /dev/shm is read-only, so the name does not exist
+    # OSError: /dev/shm is read-only, so the name does not exist.
+    with contextlib.suppress(posix_ipc.ExistentialError, OSError):
         posix_ipc.unlink_shared_memory("/" + name)
 
 

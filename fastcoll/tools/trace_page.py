@@ -64,9 +64,8 @@ def timeline_plot(dumps: Sequence[Dump]) -> Plot:
     events = [event for event in timeline(dumps)["traceEvents"] if event["ph"] == "X"]
     events = sorted(events, key=lambda event: event["ts"])[-_MOST_CALLS:]
     start = events[0]["ts"] if events else 0.0
-    last = (
-        (events[-1]["ts"] - start) / 1e3 if events else 1.0
-    )  # a call that hangs may be far longer than all before it
+    # A call that hangs may be far longer than all before it.
+    last = (events[-1]["ts"] - start) / 1e3 if events else 1.0
     traces: list[dict[str, Any]] = []
     for number, name in enumerate(dict.fromkeys(event["name"] for event in events)):
         calls = [event for event in events if event["name"] == name]
