@@ -142,7 +142,16 @@ def make_parser(uses: Container[str] | None = None) -> argparse.ArgumentParser:
     add("operations", nargs="*", metavar="operation", help="default: all")
     add("-n", "--ranks", type=int, help="processes to start (default: 2)")
 
-    add = adding(parser.add_argument_group("what is measured"))
+    for title, add_some in (
+        ("what is measured", _add_cases),
+        ("how", _add_conditions),
+        ("results", _add_results),
+    ):
+        add_some(adding(parser.add_argument_group(title)))
+    return parser
+
+
+def _add_cases(add: Callable[..., None]) -> None:
     size, sizes = argument(cases.parse_size), listed(cases.parse_size)
     add("-b", "--begin", type=size, default=8, metavar="SIZE", help="smallest size (default: 8)")
     add("-e", "--end", type=size, default=64 << 20, metavar="SIZE", help="largest (default: 64M)")
@@ -154,7 +163,8 @@ def make_parser(uses: Container[str] | None = None) -> argparse.ArgumentParser:
     add("-o", "--op", type=redops, default=["sum"], help=several)
     add("-r", "--root", type=int, default=0, help="the root of rooted operations (default: 0)")
 
-    add = adding(parser.add_argument_group("how"))
+
+def _add_conditions(add: Callable[..., None]) -> None:
     add("--backend", default="auto", help="default: auto")
     where = "where the arrays are (default: cpu); cuda needs CuPy"
     add("--device", choices=("cpu", "cuda"), default="cpu", help=where)
@@ -170,7 +180,8 @@ def make_parser(uses: Container[str] | None = None) -> argparse.ArgumentParser:
     cores = argument(cases.cores)
     add("--cores", "--pin", type=cores, nargs="?", default=[], const=usable, metavar="CORES", help=pinned)
 
-    add = adding(parser.add_argument_group("results"))
+
+def _add_results(add: Callable[..., None]) -> None:
     add("--json", type=argument(writable), metavar="FILE", help="also write the whole run")
     add("--csv", type=argument(writable), metavar="FILE", help="also write the rows")
     drawn = "also draw, e.g. out.png; PNG and SVG if the name has no extension; repeatable; "
@@ -178,7 +189,6 @@ def make_parser(uses: Container[str] | None = None) -> argparse.ArgumentParser:
     page_help = "also write one page with plots, which opens without a network; needs plotly"
     add("--html", type=argument(writable), metavar="FILE", help=page_help)
     add("--plot", type=Path, action="append", default=[], metavar="FILE", help=drawn)
-    return parser
 
 
 class Study(NamedTuple):
