@@ -405,11 +405,7 @@ def _group(read: Read, offset: int, nbytes: int, epoch: int, last: int) -> Group
     calls, finished = word(CALLS_AT), word(FINISHED_AT)
     oldest = max(1, word(CALLS_AT, after) - RING + 1, calls - last + 1)
     entries = _calls(data, block, ring, range(oldest, calls + 1), finished, time)
-    under_way = entries[-1] if entries and entries[-1].number == calls else None
-    if under_way is None and calls > finished:
-        under_way = CallRecord(calls, 0, 0, "under way", 0, 0)
-    if under_way is not None and under_way.state != "under way":
-        under_way = None
+    under_way = _under_way(entries, calls, finished)
     late = word(LATE_AT, missing=-1)
     why = data[FAILURE_AT : FAILURE_AT + min(int(block[FAILURE]), FAILURE_BYTES)]
     waited_in = calls if under_way or (why and calls > finished) else 0
@@ -458,17 +454,21 @@ def _calls(
         row = block[row_of(number) : row_of(number) + ENTRY_WORDS].tolist()
         ended = row[ENDED] & 7
         state = "under way" if number == numbers[-1] > finished and ended == 0 else ENDS[ended]
-        site = _site(row[SITE], number, sites)
+        # The SITE word has the number of the call for which it was written, above the site's place in `sites`.
+        which = row[SITE] & 0xFFFF
+        is_its = row[SITE] != 0 and row[SITE] >> 16 == number and which < len(sites)
+        site = sites[which] if is_its else ""
         found.append(
             CallRecord(number, row[CALL], row[SHAPE], state, time(row[BEGAN]), time(row[ENDED] & ~7), site)
         )
     return found
 
 
-def _site(word: int, number: int, sites: Sequence[str]) -> str:
-    """Return the call site in a row's SITE word, if the word was written for this call; else ""."""
-    which = word & 0xFFFF
-    return sites[which] if word and word >> 16 == number and which < len(sites) else ""
+def _under_way(entries: Sequence[CallRecord], calls: int, finished: int) -> CallRecord | None:
+    """Return call number `calls`, the last one, if it is under way; it may be missing in `entries`."""
+    if entries and entries[-1].number == calls:
+        return entries[-1] if entries[-1].state == "under way" else None
+    return CallRecord(calls, 0, 0, "under way", 0, 0) if calls > finished else None
 
 
 def _waits(
