@@ -76,6 +76,10 @@ class Gate:
         """Whether this thread is inside a call. If so, the caller is a signal handler."""
         return threading.get_ident() in self._inside or self._also_inside()
 
+    def has_others_inside(self) -> bool:
+        """Whether another thread is inside a call, or waits for its turn."""
+        return bool(self._inside - {threading.get_ident()})
+
     def is_busy(self) -> bool:
         return self.queue.pending > 0 or self.lock.locked() or self._also_busy()
 

@@ -382,7 +382,7 @@ class HybridBackend(Backend):
         self.messages.close(reason)
         in_message |= not self.messages.has_lock()
         self._everyone.close(reason)
-        in_call = self.gate.lock.locked() and not self.gate.is_inside()
+        in_call = self.gate.lock.locked() and self.gate.has_others_inside()
         self._near.keeps_memory = in_message or in_call
         for group in self._groups:
             group.close(self.monitor.exit_reason)

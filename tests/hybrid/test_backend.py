@@ -272,6 +272,37 @@ def test_a_handler_may_close_the_group(rank: int, world_size: int, start: Start,
     dist.barrier()
 
 
+@ranks(UNEVEN)
+def test_a_handler_may_close_the_group_while_another_thread_is_in_a_call(
+    rank: int, world_size: int, start: Start
+) -> None:
+    """The handler interrupts the main thread's wait for its turn; the call reads the node's shared memory."""
+    start(UNEVEN)
+    group = dist.new_group()
+    group.fast.all_reduce(np.ones(4))
+    if rank == 1:
+        errors: list[Exception] = []
+
+        def call() -> None:
+            try:
+                group.fast.all_reduce(np.ones(4))
+            except AbortedError as error:
+                errors.append(error)
+
+        def waits() -> bool:
+            return len(group.gate._inside) == 2
+
+        other = threading.Thread(target=call)
+        other.start()
+        until(group.gate.lock.locked)
+        gone = (AbortedError, dist.NotInitializedError)
+        with alarm(lambda *_: group.close(), waits), pytest.raises(gone):
+            group.fast.all_reduce(np.ones(4))
+        other.join()
+        assert len(errors) == 1
+    dist.barrier()
+
+
 @ranks(EVEN)
 def test_messages_inside_a_node_use_shared_memory(rank: int, world_size: int, start: Start) -> None:
     group = start(EVEN)

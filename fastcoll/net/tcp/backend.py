@@ -441,7 +441,8 @@ class TcpBackend(Backend):
             self._release()
         else:
             self._releases_later = True
-        if turn or inside:
+        # A signal handler may have interrupted a wait for a turn, while another thread's engine reads the lines.
+        if turn or not self.gate.has_others_inside():
             self.context.drop_lines()
         if turn:
             self.gate.lock.release()
