@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import GroupError, NotInitializedError
+from ..errors import GroupError, MismatchError, NotInitializedError
 from .work import ProgressQueue, UnobservedWorks, Work, is_progressing
 
 
@@ -28,6 +28,9 @@ class Gate:
         lock: held by the thread whose call runs.
         refusal: the reason why this rank refused the current call, as a text that the peers show, too; "" if this rank
             did not refuse it.
+        earlier: the error of an earlier call that did not match, from which this rank had returned early; set during a
+            call, at whose end `run_exclusively` raises it. A call may have several parts, and the peers make all of
+            them.
         queue: the queue of asynchronous calls, and of synchronous calls made while it is not empty.
         unobserved: asynchronous operations that are under way, or have failed with an error that no thread has read.
     """
@@ -40,6 +43,7 @@ class Gate:
         self.failure: GroupError | None = None
         self.closed = False
         self.refusal = ""
+        self.earlier: MismatchError | None = None
         self.lock = threading.Lock()
         self.queue = ProgressQueue(name)
         self.unobserved = UnobservedWorks()
@@ -93,9 +97,17 @@ class Gate:
         self._inside.add(thread)
         try:
             with self.lock:
-                return call(*args)
+                result = call(*args)
+                if self.earlier is not None:
+                    self._raise_earlier()
+                return result
         finally:
             self._inside.discard(thread)
+
+    def _raise_earlier(self) -> None:
+        error, self.earlier = self.earlier, None
+        if error is not None:
+            raise error
 
     def is_clear(self) -> bool:
         """Whether a call of this thread may run now: no call is queued, and the thread is not inside one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -300,6 +301,25 @@ def test_a_handler_may_close_the_group_while_another_thread_is_in_a_call(
             group.fast.all_reduce(np.ones(4))
         other.join()
         assert len(errors) == 1
+    dist.barrier()
+
+
+@ranks(EVEN)
+def test_a_mismatch_that_is_found_late_interrupts_no_large_call(
+    rank: int, world_size: int, start: Start
+) -> None:
+    start(EVEN)
+    for _ in range(2):
+        dist.broadcast(np.ones(4), 0)
+    if rank == 0:
+        dist.broadcast(np.ones(4), 0)  # returns before the headers of the others have arrived
+    else:
+        with pytest.raises(MismatchError):
+            dist.barrier()
+    x = np.ones(LARGE)
+    with pytest.raises(MismatchError) if rank == 0 else nullcontext():
+        dist.all_reduce(x)
+    assert (x == world_size).all()
     dist.barrier()
 
 

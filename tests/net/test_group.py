@@ -408,6 +408,28 @@ def test_data_of_ranks_that_left_arrives_at_ranks_that_are_later_still(
 
 
 @pytest.mark.parametrize("n", [2, 3])
+def test_a_mismatch_that_is_found_late_interrupts_no_operation_of_several_calls(n: int) -> None:
+    """The other ranks, which have raised it before, carry out all calls of the operation, and wait for this one."""
+
+    def reduced(group: ProcessGroup) -> tuple[list[float], MismatchError | None]:
+        tree = [np.ones(3), np.ones(3, "i8")]  # one call for each dtype
+        error = None
+        try:
+            group.fast.all_reduce(tree)
+        except MismatchError as caught:
+            error = caught
+        return [float(x[0]) for x in tree], error
+
+    with groups(n) as made:
+        everybody(made, lambda group: spread(group, 7))
+        *reported, _ = everybody(made[1:], lambda group: group.fast.barrier(), lambda: spread(made[0], 1))
+        (first, late), *others = everybody(made, reduced)
+        assert [first, *others] == [[n, n], *[([n, n], None)] * (n - 1)]
+        assert str(late).startswith(str(reported[0]))
+        assert everybody(made, lambda group: len(group.fast.all_gather(np.ones(2)))) == [n] * n
+
+
+@pytest.mark.parametrize("n", [2, 3])
 def test_a_root_reports_a_mismatch_after_the_others_have_left(n: int) -> None:
     with groups(n) as made:
         everybody(made, lambda group: spread(group, 7))

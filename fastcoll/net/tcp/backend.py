@@ -291,11 +291,10 @@ class TcpBackend(Backend):
             self._connect(running.peers, self.doing(), timeout, started)
             running.lacks_peers = False
             code = wait.resume(again(), again)
+        if code == MISMATCH and not self.context.in_progress:
+            self.gate.earlier = self.gate.earlier or self._earlier_mismatch()
+            return
         if code == MISMATCH:
-            if not self.context.in_progress:
-                raise self._earlier_mismatch() or AssertionError(
-                    "all headers of the mismatched call have arrived"
-                )
             self._record.broken_off("mismatch")
             number, heads, notes = self.context.heads()
             engine.after_mismatch.call(self.context.address)

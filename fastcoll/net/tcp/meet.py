@@ -17,8 +17,9 @@ a larger operation always synchronises, because a rank on which it raises does n
 
 Each rank records the call word and shape of every call that it makes. It reads skipped headers later, and compares them
 with the record. If they differ, the rank reports the mismatch at the end of a later call, namely the first call that
-ends after the rank has read all ranks' headers of the call that did not match. The later call itself is carried out, so
-all ranks have always made the same number of calls.
+ends after the rank has read all ranks' headers of the call that did not match. The later call itself is carried out,
+and so are all other calls of the operation that it is a part of (`Gate.earlier`). So all ranks have always made the
+same number of calls.
 
 In a group of two, the receiver may return early as well. It still waits for the other rank's header, which carries the
 data; returning early only allows it to delay its own header (see "Piggybacked headers"). If the two headers differ, the
