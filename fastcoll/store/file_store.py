@@ -33,7 +33,7 @@ from ..core.operands import whole
 from ..errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from ..system.processes import ProcessId, forget, in_sight, this_process
 from .frames import HEADER, MAX_BODY, check_request_header, decode_request, encode_request
-from .store import DEFAULT_TIMEOUT, limit_of, tries
+from .store import DEFAULT_TIMEOUT, StalledError, limit_of, tries
 from .table import CHANGING, Missing, Op, StoreRequest, Table, TableStore, check_process, closed_meanwhile
 
 MAGIC = b"fastcoll store 4\n"
@@ -51,6 +51,7 @@ _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE of fallo
 _FLOCK = struct.Struct("hhqqi0q")
 _PAUSE_MOST = 0.02  # the longest pause between two polls of the file or its lock
 _LEAVE_SECONDS = 5.0  # how long a participant that closes its store waits for the lock
+_GRACE_SECONDS = 5.0  # how much longer than an operation's own timeout it waits for the lock
 
 
 class FileStore(TableStore):
@@ -88,7 +89,7 @@ class FileStore(TableStore):
     def participants(self) -> list[ProcessId]:
         """Return the processes that have the file open, as listed in it."""
         check_process(self, self._pid)
-        with self._mutex, self._log.transaction(limit_of(self)):
+        with self._mutex, self._log.transaction(min(_GRACE_SECONDS, limit_of(self))):
             return list(self._log.participants.values())
 
     def clone(self) -> FileStore:
@@ -96,6 +97,11 @@ class FileStore(TableStore):
         return FileStore(self.path, self.world_size, self.timeout)
 
     def close(self) -> None:
+        if (
+            self._pid != os.getpid()
+        ):  # a forked child: a thread of its parent may hold the lock of its copy for ever
+            self._closed = True
+            return
         with self._mutex:
             self._closed = True
             self._leave()
@@ -103,6 +109,7 @@ class FileStore(TableStore):
     def _ask(self, request: StoreRequest) -> list[bytes] | Missing:
         check_process(self, self._pid)
         log, missing = self._log, None
+        limit = min(request.timeout + _GRACE_SECONDS, limit_of(self))
         for _ in tries(request.timeout, most=_PAUSE_MOST):
             with self._mutex:
                 if self._closed:
@@ -115,7 +122,7 @@ class FileStore(TableStore):
                     and log.table.first_missing(request) is not None
                 ):
                     continue
-                with log.transaction(limit_of(self)):
+                with log.transaction(limit):
                     if log.table.first_missing(request) is None:
                         return log.apply(request)
                     missing = log.table.missing(request)
@@ -401,7 +408,7 @@ def _check_owner(path: str, status: os.stat_result) -> None:
 def locked(fd: int, path: str, limit: float) -> Iterator[None]:
     """Hold the exclusive lock of the file inside the `with`.
 
-    StoreTimeoutError: another process held the lock for `limit` seconds. ResourceError: the file system has no locks.
+    StalledError: another process held the lock for `limit` seconds. ResourceError: the file system has no locks.
     """
     for _ in tries(limit, 0.0005, _PAUSE_MOST):
         try:
@@ -414,7 +421,7 @@ def locked(fd: int, path: str, limit: float) -> Iterator[None]:
                 f"{path} cannot be locked ({error.strerror}); use a file system with locks"
             ) from error
     else:
-        raise StoreTimeoutError(
+        raise StalledError(
             f"the lock of {path} was not free in time; the process that holds it may be stopped"
         )
     try:

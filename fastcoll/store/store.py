@@ -28,7 +28,10 @@ LISTED = 16  # an error or log text names at most this many items
 
 
 class StalledError(StoreTimeoutError):
-    """The store's server does not answer. Its process may be stopped and continue later, so a retry may succeed."""
+    """The store's server does not answer, or the lock of the store's file is not free.
+
+    The process that serves the store or holds the lock may be stopped and continue later, so a retry may succeed.
+    """
 
 
 class Store(ABC):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import signal
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from fastcoll.errors import ResourceError, StoreError, StoreTimeoutError, UsageError
 from fastcoll.store import FileStore, file_store
 from fastcoll.store.file_store import MAGIC, locked, open_own, read_records, record_of
+from fastcoll.store.store import StalledError
 from fastcoll.store.table import Op, StoreRequest
 from fastcoll.system.processes import this_process
 
@@ -278,6 +280,32 @@ def test_a_lock_that_is_not_released_is_a_timeout(path: Path) -> None:
             FileStore(path, timeout=0.05)
     finally:
         os.close(fd)
+
+
+def test_a_wait_ends_soon_after_its_own_timeout_if_the_lock_is_not_released(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that holds the lock may be stopped; a rank that waits in short waits sees to its peers meanwhile."""
+    monkeypatch.setattr(file_store, "_GRACE_SECONDS", 0.0)
+    with FileStore(path, timeout=60.0) as store:
+        fd = open_own(str(path))
+        with locked(fd, str(path), 0.0):
+            for call in (lambda: store.wait(["k"], 0.0), store.participants):
+                with pytest.raises(StalledError, match=rf"the lock of {path}"):
+                    call()
+        os.close(fd)
+
+
+def test_a_forked_child_may_close_a_store_that_a_thread_of_its_parent_was_using(path: Path) -> None:
+    with FileStore(path) as store:
+        with store._mutex:
+            child = os.fork()
+            if not child:
+                signal.alarm(60)
+                store.close()
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        store.set("k", "v")
 
 
 def test_many_processes_count_right(path: Path, processes) -> None:
