@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ..core.operands import whole
 from ..core.work import Timeout
 from ..errors import QueueEmptyError, StoreError, StoreTimeoutError, UsageError
-from .store import LISTED, Store, checked_key, checked_keys, limit_of, not_set, pairs
+from .store import LISTED, StalledError, Store, checked_key, checked_keys, limit_of, not_set, pairs
 
 MAX_KEY = 8 << 10
 MAX_VALUE = 8 << 20
@@ -370,7 +370,7 @@ class TableStore(Store):
         try:
             return self._do(Op.POP, [key], (), None if block else 0.0)[0]
         except StoreTimeoutError as error:
-            if block:
+            if block or isinstance(error, StalledError):
                 raise
             raise QueueEmptyError(f"the queue {key!r} is empty") from error
 

@@ -16,7 +16,7 @@ from rendezvous.observed import FourOperations
 import fastcoll
 from fastcoll.errors import StoreError, StoreTimeoutError, UnavailableError, UsageError
 from fastcoll.store import FileStore, HashStore, PrefixStore, Store, TCPStore, imported
-from fastcoll.store.store import tries
+from fastcoll.store.store import StalledError, tries
 from fastcoll.store.table import MAX_KEY, MAX_VALUE
 
 KINDS = ("hash", "file", "tcp", "prefix")
@@ -443,6 +443,16 @@ def test_a_key_that_is_not_a_queue_is_not_changed(full_store: Store) -> None:
     with pytest.raises(StoreError, match="at most"):
         full_store.queue_push("q", bytes(1000))
     assert full_store.queue_len("q") == 1
+
+
+def test_a_store_that_does_not_answer_is_not_called_an_empty_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stalled(request: object) -> None:
+        raise StalledError("the store does not answer")
+
+    store = HashStore()
+    monkeypatch.setattr(store, "_ask", stalled)
+    with pytest.raises(StalledError, match="does not answer"):
+        store.queue_pop("q", block=False)
 
 
 def test_every_method_of_torchs_stores_exists() -> None:
