@@ -59,6 +59,9 @@ logger = logging.getLogger("fastcoll")
 GRACE_SECONDS = 5.0
 # The time limit of one attempt to connect, and the interval at which a pending attempt checks whether to log a warning.
 _TRY_SECONDS, _LOOK_SECONDS = 10.0, 0.25
+# A socket's timeout is at most this long: Python passes it to poll(2) as milliseconds of 32 bits, without their higher
+# bits. So with 50 days a socket timed out after 7 hours.
+_MOST_SECONDS = 24 * 24 * 3600.0
 # How long a client retries while the server has no free descriptor. This is short, because a server that is full stays
 # full: its connections last as long as the job.
 _FULL_SECONDS = 2.0
@@ -429,7 +432,7 @@ class TCPConnection:
 
     def _do(self, deadline: float, operation: Callable[[Any], T], data: bytes | memoryview | int) -> T:
         try:
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            self._socket.settimeout(min(max(deadline - time.monotonic(), 0.001), _MOST_SECONDS))
             return operation(data)
         except TimeoutError as error:
             raise StalledError(_stalled(self._where)) from error

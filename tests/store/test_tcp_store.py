@@ -9,6 +9,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -479,6 +480,14 @@ def test_a_master_serves_on_a_given_socket() -> None:
         for wrong, text in ((other.fileno(), no_listener), (-1, "no socket"), ("5", "no socket")):
             with pytest.raises(UsageError, match=rf"master_listen_fd is .*{text}"):
                 TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=wrong)
+
+
+def test_a_socket_gets_no_timeout_of_more_milliseconds_than_poll_takes(master: TCPStore) -> None:
+    with raw(master) as connected:
+        connection = tcp_store.TCPConnection(connected, "127.0.0.1", master.port)
+        for days in (1, 50, 10_000):
+            connection.send(b"", time.monotonic() + days * 24 * 3600)
+            assert 1000 * (connected.gettimeout() or 0) < 1 << 31
 
 
 def test_a_forked_child_does_not_share_its_parents_server() -> None:
