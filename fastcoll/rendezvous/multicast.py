@@ -331,10 +331,10 @@ class MulticastSocket:
 
         End after 10,000 datagrams, so that the caller can check its own deadline during a flood.
         """
-        deadline = time.monotonic() + seconds
+        deadline, poller = time.monotonic() + seconds, select.poll()
+        poller.register(self._receiver, select.POLLIN)
         for _ in range(_FLOOD):
-            left = max(deadline - time.monotonic(), 0.0)
-            if not select.select([self._receiver], [], [], left)[0]:
+            if not poller.poll(1000 * max(deadline - time.monotonic(), 0.0)):
                 return
             with contextlib.suppress(BlockingIOError):
                 yield self._receiver.recv(size + 1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import resource
 import secrets
 import shutil
 import signal
@@ -403,6 +405,22 @@ def test_multicast_assigns_ranks(group: str, processes) -> None:
 def member_of(group: str) -> MulticastSocket:
     address, _, port = group.removeprefix("tcp://").rpartition(":")
     return MulticastSocket(address.strip("[]"), int(port))
+
+
+def test_multicast_works_in_a_process_with_many_open_files() -> None:
+    """select(2) takes no descriptor above 1023."""
+    group = group_of("v4")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2200), hard))
+    try:
+        with member_of(group) as member:
+            with member._receiver as low:
+                high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1100)
+                member._receiver = socket.socket(fileno=high)
+            member.send(b"here")
+            assert next(member.receive(LIMIT, MAX_DATAGRAM)) == b"here"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("whose", ["strangers", "the dead"])
