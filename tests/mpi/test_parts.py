@@ -8,6 +8,8 @@ import importlib.metadata
 import importlib.util
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ import fastcoll
 from fastcoll.net.mpi import library as mpi_library
 from fastcoll.net.mpi.execution import LARGEST, SEGMENT, are_near, messages_of, segments
 from fastcoll.net.mpi.library import why_unavailable
+from fastcoll.net.mpi.membership import retire_comm, retired
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 8, 16, 24, SEGMENT + 8])
@@ -48,6 +51,23 @@ def test_blocks_are_near_within_31_bits() -> None:
     assert are_near([(0, 0), (1 << 40, 8)])  # an empty block has no address
     assert are_near([(1 << 40, 8), ((1 << 40) + (1 << 31) - 9, 8)])
     assert not are_near([(1 << 40, 8), ((1 << 40) + (1 << 31) - 8, 8)])
+
+
+def test_a_signal_handler_may_leave_a_group_while_another_one_is_being_left() -> None:
+    library: Any = SimpleNamespace(lock=nullcontext())
+    freed = []
+
+    def group(name: str, during: Callable[[], None]) -> tuple[Any, Any]:
+        comm = SimpleNamespace(Iprobe=lambda: False, Free=lambda: freed.append(name))
+        return comm, SimpleNamespace(is_over=lambda: during() or True)
+
+    def handler() -> None:
+        retire_comm(library, *group("the handler's", lambda: None), failed=False)
+
+    leaves = Thread(target=lambda: retire_comm(library, *group("own", handler), failed=False), daemon=True)
+    leaves.start()
+    leaves.join(60)
+    assert (freed, [*retired]) == (["the handler's", "own"], [])
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,9 +47,8 @@ _ERROR = "! "  # begins a message in which rank 0 sends an error instead of the 
 _LOOPBACK = "127.0.0.1"
 _LEAST_TAG_LIMIT = 32767  # every MPI allows tags up to this
 
-retired: list[tuple[Any, MpiControl]] = []
+retired: deque[tuple[Any, MpiControl]] = deque()
 """Communicators that this rank has left, and that other members may still use."""
-_lock = threading.Lock()
 
 
 # ---- the store -------------------------------------------------------------------------------------
@@ -247,23 +246,27 @@ def retire_comm(library: MpiLibrary, comm: Any, control: MpiControl, failed: boo
     if failed:
         abandon([], (comm, control))  # MPI may still be reading the notices
     else:
-        with _lock:
-            retired.append((comm, control))
+        retired.append((comm, control))
     free_finished(library)
 
 
 def free_finished(library: MpiLibrary) -> None:
     """Free the communicators that every member has left.
 
-    Communicators with a message that was never received are kept.
+    Communicators with a message that was never received are kept. There is no lock, because a signal handler may call
+    this during another call; so a communicator is in no list while a call looks at it.
     """
-    with _lock:
-        for comm, control in list(retired):
-            if control.is_over():
-                retired.remove((comm, control))
-                with library.lock:
-                    if not comm.Iprobe():
-                        comm.Free()
+    for _ in range(len(retired)):
+        try:
+            comm, control = retired.popleft()
+        except IndexError:  # another call has taken the others
+            return
+        if not control.is_over():
+            retired.append((comm, control))
+            continue
+        with library.lock:
+            if not comm.Iprobe():
+                comm.Free()
 
 
 class MpiControl(Control):
