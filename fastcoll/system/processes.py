@@ -159,7 +159,13 @@ def dead_among(processes: Iterable[P]) -> list[P]:
     """
     with _lock:
         watched = [(process, _watch(process)) for process in processes if in_sight(process)]
-        ended = {fd for fd, _ in _poller.poll(0)} if _watched else set()
+        # Not a shared object, because a signal handler that runs during its `poll` could not use it.
+        poller = select.poll()
+        for _, state in watched:
+            if state is not None and state != _UNWATCHABLE:
+                poller.register(state, select.POLLIN)
+        # A handler may also have closed some of these descriptors, which poll reports as POLLNVAL.
+        ended = {fd for fd, events in poller.poll(0) if events & select.POLLIN}
         return [
             process
             for process, state in watched
@@ -203,21 +209,19 @@ def forget(processes: Iterable[ProcessId]) -> None:
         for process in processes:
             state = _watched.pop((process.pid, process.start_time), None)
             if state is not None and state >= 0:
-                _poller.unregister(state)
                 os.close(state)
 
 
 _UNWATCHABLE = -1
-_lock = threading.Lock()
-_poller = select.poll()
+_lock = threading.RLock()  # reentrant, because a signal handler may leave a group
 # (pid, start time) -> the process's pidfd; None: it is dead; _UNWATCHABLE: it has no pidfd, so /proc is read instead.
 _watched: dict[tuple[int, int], int | None] = {}
 
 
 def _drop_inherited() -> None:
     """In a forked child: replace the lock, which a thread of the parent may have held, and close the pidfds."""
-    global _lock, _poller
-    _lock, _poller = threading.Lock(), select.poll()
+    global _lock
+    _lock = threading.RLock()
     for state in _watched.values():
         if state is not None and state != _UNWATCHABLE:
             os.close(state)
@@ -247,7 +251,6 @@ def _open(process: ProcessId) -> int | None:
     if _recycled(process):
         os.close(fd)
         return None
-    _poller.register(fd, select.POLLIN)
     return fd
 
 

@@ -3,6 +3,8 @@ import gc
 import os
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 from typing import NoReturn
 
 import pytest
@@ -10,7 +12,7 @@ from rendezvous.observed import IDLE, member_of, pidfds, until
 
 from fastcoll.errors import StoreError
 from fastcoll.system import processes as processes_module
-from fastcoll.system.processes import Member, dead_among, forget, status_of, this_process
+from fastcoll.system.processes import Member, ProcessId, dead_among, forget, status_of, this_process
 
 WITHOUT_FIRST_THREAD = """
 import ctypes, sys, threading
@@ -137,11 +139,35 @@ def test_a_forked_child_opens_its_own_pidfds() -> None:
     """Even when another thread held the table's lock at the fork."""
     me = this_process()
     assert not dead_among([me])
-    with processes_module._lock:
+    with ThreadPoolExecutor(1) as other:
+        other.submit(processes_module._lock.acquire).result()
         child = os.fork()
         if child == 0:
             signal.alarm(60)  # ends a child that hangs on the lock
             os._exit(7 if not processes_module._watched and not dead_among([me]) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        other.submit(processes_module._lock.release).result()
     assert not dead_among([me])
+    forget([me])
+
+
+def test_a_signal_handler_may_check_and_forget_processes_during_a_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    me, found = this_process(), []
+    watch = processes_module._watch
+
+    def interrupted(process: ProcessId) -> int | None:
+        state = watch(process)
+        with monkeypatch.context() as original:
+            original.setattr(processes_module, "_watch", watch)
+            found.append(dead_among([me]))
+            forget([])
+        return state
+
+    monkeypatch.setattr(processes_module, "_watch", interrupted)
+    check = Thread(target=lambda: found.append(dead_among([me])), daemon=True)
+    check.start()
+    check.join(60)
+    assert found == [[], []]
     forget([me])
