@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import combinations
@@ -143,6 +144,17 @@ def test_mail_goes_both_ways_and_early_connections_are_kept() -> None:
         talk(later.fileno(), got[1][1].fileno())
         assert back.recv(10) == b"early"
         talk(sent.fileno(), back.fileno())
+
+
+def test_a_rank_that_seeks_another_before_that_one_answers_is_answered_later() -> None:
+    with meshes(2) as made:
+        got: list[socket.socket] = []
+        for count in (1, 2):
+            made[1].seek(0, time.monotonic() + 60)
+            until(lambda count=count: len(made[0]._seekers) == count)
+            if count == 1:
+                made[0].on_seek(got.append)
+        until(lambda: got == made[0]._seekers)
 
 
 @pytest.mark.parametrize("first", [(), (0,), (1,)])

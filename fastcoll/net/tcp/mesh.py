@@ -119,6 +119,7 @@ class Mesh:
         self._dialing_mail: set[int] = set()  # the higher ranks that this rank is dialing for MAIL
         self._on_mail: OnMail = lambda peer, connection: None
         self._sought: list[socket.socket] = []  # connections for recovery (recovery_endpoint.py)
+        self._seekers: list[socket.socket] = []  # those that other ranks have made
         self._seeking: dict[int, Dial] = {}  # dials for recovery that are not complete, by peer
         self._on_seek: Callable[[socket.socket], None] = lambda connection: None
         self._changed = threading.Condition()
@@ -201,11 +202,14 @@ class Mesh:
         return "127.0.0.1" if self._roster is None else self._roster.places[rank].addresses[0]
 
     def on_seek(self, callback: Callable[[socket.socket], None]) -> None:
-        """Call `callback` with every connection from a rank that seeks this rank.
+        """Call `callback` with every connection that a rank makes, or has already made, to seek this rank.
 
         Such a rank has called `seek`. `callback` is called on the listener's thread, so it must not block.
         """
-        self._on_seek = callback
+        with self._changed:
+            self._on_seek, existing = callback, [*self._seekers]
+        for connection in existing:
+            callback(connection)
 
     def seek(self, peer: int, deadline: float) -> socket.socket:
         """Return a connection on which `peer` publishes its recovery endpoint.
@@ -275,7 +279,7 @@ class Mesh:
                 time.sleep(_ARRIVE_LOOK_SECONDS)
 
     def _connections(self) -> list[socket.socket | Dial]:
-        return [*self._made.values(), *self._sought, *self._seeking.values()]
+        return [*self._made.values(), *self._sought, *self._seekers, *self._seeking.values()]
 
     # ---- making -----------------------------------------------------------------------------------------
 
@@ -493,15 +497,15 @@ class Mesh:
             if theirs.kind is ConnectionKind.CONTROL:
                 self._control.add(theirs.rank, connection)
             elif theirs.kind is ConnectionKind.RECOVERY:
-                self._sought.append(connection)
+                self._seekers.append(connection)
             else:
                 if is_mail and not is_lower:
                     with suppress(OSError):  # the connection is broken; its first use will find that
                         connection.send(_CONFIRMATION)  # before any thread of this rank can send a message
                 self._made[key] = connection
-            on_mail = self._on_mail
+            on_mail, on_seek = self._on_mail, self._on_seek
             self._changed.notify_all()
         if is_mail:
             on_mail(theirs.rank, connection)
         if theirs.kind is ConnectionKind.RECOVERY:
-            self._on_seek(connection)
+            on_seek(connection)
