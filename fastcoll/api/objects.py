@@ -58,10 +58,11 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
     with g.preparing("all_gather_object"):
         _check_list("object_list", object_list, size=g.size)
         own = _pack(obj)
-    sizes = _share_sizes(g, own)
-    with g.preparing("all_gather_object"):
-        parts = _rooms(sizes, g)
-    g.fast.all_gather(parts, own)
+    with g.gate.operation():
+        sizes = _share_sizes(g, own)
+        with g.preparing("all_gather_object"):
+            parts = _rooms(sizes, g)
+        g.fast.all_gather(parts, own)
     object_list[:] = map(_unpack, parts)
 
 
@@ -88,10 +89,11 @@ def gather_object(
         if g.rank == root:
             _check_list("object_gather_list", object_gather_list, size=g.size)
         own = _pack(obj)
-    sizes = _share_sizes(g, own)
-    with g.preparing("gather_object"):
-        parts = _rooms(sizes, g) if g.rank == root else None
-    g.fast.gather(own, parts, root)
+    with g.gate.operation():
+        sizes = _share_sizes(g, own)
+        with g.preparing("gather_object"):
+            parts = _rooms(sizes, g) if g.rank == root else None
+        g.fast.gather(own, parts, root)
     if parts is not None and object_gather_list is not None:
         object_gather_list[:] = map(_unpack, parts)
 
@@ -118,10 +120,11 @@ def broadcast_object_list(
         _check_list("object_list", object_list, device=device)
         root = g.checked_rank("src", group_rank(g, "src", src, group_src, 0))
         parts = [_pack(obj) for obj in object_list] if g.rank == root else None
-    sizes = _announce_sizes(g, parts, len(object_list), root)
-    with g.preparing("broadcast_object_list"):
-        data = _room(sizes.sum(), g, root) if parts is None else _joined(parts)
-    g.fast.broadcast(data, root)
+    with g.gate.operation():
+        sizes = _announce_sizes(g, parts, len(object_list), root)
+        with g.preparing("broadcast_object_list"):
+            data = _room(sizes.sum(), g, root) if parts is None else _joined(parts)
+        g.fast.broadcast(data, root)
     if parts is None:
         object_list[:] = map(_unpack, _cut(data, sizes))
 
@@ -154,10 +157,11 @@ def scatter_object_list(
             given = [] if scatter_object_input_list is None else scatter_object_input_list
             _check_list("scatter_object_input_list", given, Sequence, g.size)
             parts = [_pack(obj) for obj in given]
-    sizes = _announce_sizes(g, parts, g.size, root)
-    with g.preparing("scatter_object_list"):
-        own = _room(sizes[g.rank], g, root)
-    g.fast.scatter(own, parts, root)
+    with g.gate.operation():
+        sizes = _announce_sizes(g, parts, g.size, root)
+        with g.preparing("scatter_object_list"):
+            own = _room(sizes[g.rank], g, root)
+        g.fast.scatter(own, parts, root)
     scatter_object_output_list[0] = _unpack(own)
 
 

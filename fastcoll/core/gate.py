@@ -12,7 +12,8 @@ them by two functions that their backend passes to `also`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ..errors import GroupError, MismatchError, NotInitializedError
@@ -29,8 +30,8 @@ class Gate:
         refusal: the reason why this rank refused the current call, as a text that the peers show, too; "" if this rank
             did not refuse it.
         earlier: the error of an earlier call that did not match, from which this rank had returned early; set during a
-            call, at whose end `run_exclusively` raises it. A call may have several parts, and the peers make all of
-            them.
+            call, and raised at the end of the operation (`run_exclusively`, `operation`). An operation may have several
+            parts, and the peers make all of them.
         queue: the queue of asynchronous calls, and of synchronous calls made while it is not empty.
         unobserved: asynchronous operations that are under way, or have failed with an error that no thread has read.
     """
@@ -48,6 +49,7 @@ class Gate:
         self.queue = ProgressQueue(name)
         self.unobserved = UnobservedWorks()
         self._inside: set[int] = set()  # threads that hold the lock, or wait for it
+        self._in_operation: set[int] = set()  # threads whose calls are parts of an operation
         self._also_inside: Callable[[], bool] = lambda: False
         self._also_busy: Callable[[], bool] = lambda: False
 
@@ -98,11 +100,22 @@ class Gate:
         try:
             with self.lock:
                 result = call(*args)
-                if self.earlier is not None:
+                if self.earlier is not None and thread not in self._in_operation:
                     self._raise_earlier()
                 return result
         finally:
             self._inside.discard(thread)
+
+    @contextmanager
+    def operation(self) -> Iterator[None]:
+        """Make the calls of this thread in the `with` one operation: `earlier` is raised only at its end."""
+        thread = threading.get_ident()
+        self._in_operation.add(thread)
+        try:
+            yield
+        finally:
+            self._in_operation.discard(thread)
+        self._raise_earlier()
 
     def _raise_earlier(self) -> None:
         error, self.earlier = self.earlier, None

@@ -18,6 +18,7 @@ import pytest
 from together import together
 
 from fastcoll import config
+from fastcoll.api import objects
 from fastcoll.core import monitor as monitors
 from fastcoll.core import prepared
 from fastcoll.core.group import ProcessGroup
@@ -427,6 +428,30 @@ def test_a_mismatch_that_is_found_late_interrupts_no_operation_of_several_calls(
         assert [first, *others] == [[n, n], *[([n, n], None)] * (n - 1)]
         assert str(late).startswith(str(reported[0]))
         assert everybody(made, lambda group: len(group.fast.all_gather(np.ones(2)))) == [n] * n
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda group, found: objects.all_gather_object(found, "x", group),
+        lambda group, found: objects.gather_object(
+            "x", None if group.rank else found, group=group, group_dst=0
+        ),
+        lambda group, found: objects.broadcast_object_list(found, group=group, group_src=0),
+        lambda group, found: objects.scatter_object_list(
+            found, None if group.rank else "xy", group=group, group_src=0
+        ),
+    ],
+    ids=["all_gather", "gather", "broadcast", "scatter"],
+)
+def test_a_mismatch_that_is_found_late_interrupts_no_operation_on_objects(call: Callable[..., None]) -> None:
+    with groups(2) as made:
+        everybody(made, lambda group: spread(group, 7))
+        everybody(made[1:], lambda group: group.fast.barrier(), lambda: spread(made[0], 1))
+        late, right = everybody(made, lambda group: call(group, [None, None]))
+        assert isinstance(late, MismatchError)
+        assert right is None
+        assert everybody(made, lambda group: call(group, [None, None])) == [None, None]
 
 
 @pytest.mark.parametrize("n", [2, 3])
