@@ -6,6 +6,7 @@ Also ranks that have returned from a call before the others made it: the data th
 from __future__ import annotations
 
 import errno
+import os
 import re
 import threading
 import time
@@ -35,12 +36,14 @@ from fastcoll.errors import (
 )
 from fastcoll.net.tcp import engine_layout as words
 from fastcoll.net.tcp import executor as engine
+from fastcoll.net.tcp import pipe
 from fastcoll.net.tcp.backend import TcpBackend
 from fastcoll.rendezvous import dials
 from fastcoll.rendezvous.listener import Listener
+from fastcoll.store import HashStore
 from fastcoll.store.opening import ConnectionKind
 from net.groups import everybody, groups
-from net.meshes import ProxiedStore, default_settings, nothing_left, until
+from net.meshes import ProxiedStore, crew, default_settings, nothing_left, until
 
 
 @pytest.fixture(autouse=True)
@@ -349,6 +352,31 @@ def test_a_rank_without_descriptors_fails_all_ranks_with_the_reason(monkeypatch:
         for error in (first, second):
             assert "no file descriptor is left to process" in str(error)
             assert "raise it before the start (ulimit -n" in str(error)
+
+
+@pytest.mark.parametrize("is_raised", [True, False])
+def test_a_group_lacks_a_last_descriptor(is_raised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank lacks it: it raises its limit; or, if it cannot, it tells the other, which has made the group."""
+    lacks, make = iter([True]), os.eventfd
+
+    def eventfd(*args: int) -> int:
+        if next(lacks, False):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return make(*args)
+
+    monkeypatch.setattr(os, "eventfd", eventfd)
+    monkeypatch.setattr(pipe, "raise_limit", lambda by, what: is_raised)
+    if is_raised:
+        with groups(2) as made:
+            assert everybody(made, lambda group: group.fast.barrier()) == [None, None]
+        return
+    shared, known = HashStore(), crew(2)
+    made = together(*(lambda r=r: TcpBackend.make(shared, "WORLD", known, r, 60.0) for r in range(2)))
+    assert sorted(type(each).__name__ for each in made) == ["ResourceError", "TcpBackend"]
+    group = next(ProcessGroup(each) for each in made if isinstance(each, TcpBackend))
+    with pytest.raises(AbortedError, match="no file descriptor is left"):
+        group.fast.barrier()
+    group.close()
 
 
 def test_a_rank_that_cannot_accept_a_connection_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,12 +94,17 @@ class TcpBackend(Backend):
 
         Raises:
             RendezvousError: two members cannot reach each other; the error names both, and the address.
+            ResourceError: this process has no descriptor left.
             PeerDiedError, StoreTimeoutError: a member died or did not arrive.
         """
         near = next((node for node in nodes if rank in node), ())
         mesh = Mesh.make(store, name, members, rank, timeout, near)
-        gate = Gate(name, [member.rank for member in members], rank, timeout)
-        return cls(gate, members, mesh, crowd, nodes, relayed)
+        try:
+            gate = Gate(name, [member.rank for member in members], rank, timeout)
+            return cls(gate, members, mesh, crowd, nodes, relayed)
+        except BaseException as error:  # the peers may have made the group already
+            mesh.fail(error)
+            raise
 
     def __init__(
         self,
@@ -118,6 +123,7 @@ class TcpBackend(Backend):
         self._recovery_endpoint = TcpRecoveryEndpoint(mesh)
         here = [member for member in members if member.boot_id == members[gate.rank].boot_id]
         backoff = _DEDICATED if have_own_cores(here, crowd) else _OVERSUBSCRIBED
+        self.pipe = TcpPipe(mesh, self.monitor, backoff * _TRY)  # first, because it may lack a descriptor
         self._nodes = tuple(map(tuple, nodes))
         self._limits = default_limits(gate.size)
         if nodes:
@@ -130,7 +136,6 @@ class TcpBackend(Backend):
         self.context = NetContext(gate.size, gate.rank, self._limits, mesh.streams, backoff, context, nodes)
         self.context.words[words.RING] = self._record.ring
         self.context.words[[words.BACKOFF + SPINS, words.BACKOFF + YIELDS]] = _LINE_WAITS[backoff]
-        self.pipe = TcpPipe(mesh, self.monitor, backoff * _TRY)
         self.messages: Engine
         self.route({})
         self._prepared: PreparedCalls[PreparedPlan] = PreparedCalls()

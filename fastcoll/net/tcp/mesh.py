@@ -234,6 +234,13 @@ class Mesh:
         self._sought.append(self._seeking.pop(peer).connection)
         return dial.connection
 
+    def fail(self, error: BaseException) -> None:
+        """Notify the peers that this rank could not make the group, and close all connections."""
+        here = self.monitor.name(self.rank)
+        why = f"{here} could not make the group {self._name}: {str(error) or type(error).__name__}"
+        self.monitor.fail(error if isinstance(error, GroupError) else AbortedError(why))
+        self.close()
+
     def close(self) -> None:
         """Close all connections. Peers can still read the bytes that were sent.
 
@@ -306,10 +313,7 @@ class Mesh:
                 self._also_look = lambda: None  # the store is no longer needed
                 self._is_made, self.monitor.hears_all = True, len(self._watched) == self.size - 1
         except BaseException as error:
-            here = self.monitor.name(self.rank)
-            why = f"{here} could not make the group {self._name}: {error or type(error).__name__}"
-            self.monitor.fail(error if isinstance(error, GroupError) else AbortedError(why))
-            self.close()
+            self.fail(error)
             raise
 
     def _dial_control(self, peers: Sequence[int], wait: Wait) -> None:

@@ -24,6 +24,7 @@ from ...kernels.shared_words import publish_in
 from ...kernels.sockets import CLOSED
 from ...p2p.pipe import Ack, Begun, Header, WordPipe
 from ...p2p.transfers import Send
+from ...system.address import MORE_DESCRIPTORS, no_descriptor, raise_limit
 from . import mail_frames as f
 from . import mail_kernels as kernels
 from .mesh import Mesh
@@ -59,7 +60,7 @@ class TcpPipe(WordPipe):
         # Held while a connection is added, and while the bell's descriptor is used. With the bell, other threads wake
         # the thread that drives this pipe. Reentrant: a signal handler may interrupt the holder.
         self._lock = threading.RLock()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = _make_bell()
         self.table[waiting.BUDGET] = _BUDGET
         self.table[f.BELL_FD] = self._bell
         self.table[f.CHANNELS] = address_of(self.rows)
@@ -256,3 +257,14 @@ class TcpPipe(WordPipe):
 
     def expect(self, peer: int, count: int) -> None:
         self.put(peer, f.EXPECTED, count)
+
+
+def _make_bell() -> int:
+    """Return an eventfd; ResourceError: no descriptor is free, and the limit cannot be raised."""
+    try:
+        return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    except OSError as error:
+        lacking = no_descriptor(error, "making a group over the network")
+        if lacking is None or not raise_limit(MORE_DESCRIPTORS, "groups"):
+            raise lacking or error from error
+    return _make_bell()
