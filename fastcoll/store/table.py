@@ -309,6 +309,8 @@ class TableStore(Store):
         return self._do(Op.GET, [key])[0]
 
     def add(self, key: str, amount: int) -> int:
+        if not -(1 << 63) <= whole("amount", amount) < 1 << 63:
+            raise UsageError(f"amount is {amount}; a store's numbers have 64 bits")
         return int(self._do(Op.ADD, [key], [f"{whole('amount', amount):d}"])[0])
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -444,7 +446,7 @@ def check_process(store: Store, pid: int) -> None:
 
 
 def _key(key: str) -> bytes:
-    data = checked_key(key).encode()
+    data = _utf8("key", checked_key(key))
     if len(data) > MAX_KEY:
         raise UsageError(f"a store's key has at most {MAX_KEY} bytes, got {len(data)}: {key[:40]!r}...")
     return data
@@ -453,10 +455,17 @@ def _key(key: str) -> bytes:
 def _value(value: str | bytes) -> bytes:
     if not isinstance(value, str | bytes | bytearray | memoryview):
         raise UsageError(f"a store's value is text or bytes, got {type(value).__name__} {value!r:.80}")
-    data = value.encode() if isinstance(value, str) else bytes(value)
+    data = _utf8("value", value) if isinstance(value, str) else bytes(value)
     if len(data) > MAX_VALUE:
         raise UsageError(f"a store's value has at most {MAX_VALUE} bytes, got {len(data)}")
     return data
+
+
+def _utf8(what: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"a store's {what} is text that UTF-8 can encode, got {text!r:.80}") from error
 
 
 class HashStore(TableStore):
