@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -38,6 +39,22 @@ class PublishedStates(Monitor):
 
     def _dead(self, working: Sequence[Member]) -> list[Member]:
         return [member for member in working if member.rank in self.dead]
+
+
+def test_a_signal_handler_may_leave_a_group_while_a_failure_is_published() -> None:
+    published: list[int] = []
+
+    class Interrupted(PublishedStates):
+        def _publish(self, state: int, reason: str) -> None:
+            published.append(state)
+            self.leave()
+
+    monitor = Interrupted(IN_ORDER, IN_ORDER)
+    fails = threading.Thread(target=monitor.fail, args=(AbortedError("it had enough"),), daemon=True)
+    fails.start()
+    fails.join(60)
+    assert not fails.is_alive()
+    assert published == [FAILED]
 
 
 def test_dead_peers_are_named_by_global_ranks() -> None:
