@@ -82,14 +82,15 @@ class FileStore(TableStore):
         self.path = os.path.abspath(file_name)  # also right after the program has changed its folder
         self.world_size = whole("world_size", world_size)
         self._pid = os.getpid()
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
+        self._is_inside = False  # the thread that holds the lock is in an operation
         self._log = SharedLog(self.path, limit_of(self))
         self._leave = weakref.finalize(self, _leave, self._log, self.world_size, self._pid)
 
     def participants(self) -> list[ProcessId]:
         """Return the processes that have the file open, as listed in it."""
         check_process(self, self._pid)
-        with self._mutex, self._log.transaction(min(_GRACE_SECONDS, limit_of(self))):
+        with self._turn(), self._log.transaction(min(_GRACE_SECONDS, limit_of(self))):
             return list(self._log.participants.values())
 
     def clone(self) -> FileStore:
@@ -102,16 +103,31 @@ class FileStore(TableStore):
         ):  # a forked child: a thread of its parent may hold the lock of its copy for ever
             self._closed = True
             return
+        self._closed = True
         with self._mutex:
-            self._closed = True
-            self._leave()
+            if (
+                not self._is_inside
+            ):  # else a signal handler has interrupted the operation; this process leaves at exit
+                self._leave()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Exclude other threads in the `with`; UsageError: a signal handler has interrupted an operation."""
+        with self._mutex:
+            if self._is_inside:
+                raise UsageError("a signal handler may not use the FileStore whose operation it interrupted")
+            self._is_inside = True
+            try:
+                yield
+            finally:
+                self._is_inside = False
 
     def _ask(self, request: StoreRequest) -> list[bytes] | Missing:
         check_process(self, self._pid)
         log, missing = self._log, None
         limit = min(request.timeout + _GRACE_SECONDS, limit_of(self))
         for _ in tries(request.timeout, most=_PAUSE_MOST):
-            with self._mutex:
+            with self._turn():
                 if self._closed:
                     raise closed_meanwhile(self)
                 # Do not take the file's lock if since the last look no process has written to the file, and no other

@@ -308,6 +308,28 @@ def test_a_forked_child_may_close_a_store_that_a_thread_of_its_parent_was_using(
         store.set("k", "v")
 
 
+def test_a_signal_handler_may_close_the_store_but_not_use_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch, in_threads
+) -> None:
+    store = FileStore(path)
+    apply = store._log.apply
+
+    def interrupted(request: StoreRequest) -> list[bytes]:
+        with pytest.raises(UsageError, match="signal handler"):
+            store.get("k")
+        store.close()
+        return apply(request)
+
+    monkeypatch.setattr(store._log, "apply", interrupted)
+    in_threads(lambda: store.set("k", "v"))
+    with pytest.raises(StoreError, match="closed"):
+        store.get("k")
+    with FileStore(path) as other:
+        assert other.get("k") == b"v"
+    store._leave()  # as when the process ends
+    assert not path.exists()
+
+
 def test_many_processes_count_right(path: Path, processes) -> None:
     source = """
 import sys
