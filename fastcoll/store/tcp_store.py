@@ -134,7 +134,7 @@ class TCPStore(TableStore):
         self._secret = job_secret()
         encrypts()  # raises if it is impossible here
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant, because a signal handler may close the store
         self._idle: list[TCPConnection] = []
         self._busy: set[TCPConnection] = set()
         self._server: TCPServer | None = None

@@ -482,6 +482,21 @@ def test_a_master_serves_on_a_given_socket() -> None:
                 TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=wrong)
 
 
+def test_a_signal_handler_may_close_the_store_while_its_thread_takes_a_connection(
+    master: TCPStore, in_threads
+) -> None:
+    class Interrupted(list):
+        def pop(self) -> tcp_store.TCPConnection:
+            connection = super().pop()
+            master.close()
+            return connection
+
+    master._idle = Interrupted(master._idle)
+    (found,) = in_threads(lambda: master.set("k", "v"))
+    assert isinstance(found, StoreError)
+    assert "was closed while" in str(found)
+
+
 def test_a_socket_gets_no_timeout_of_more_milliseconds_than_poll_takes(master: TCPStore) -> None:
     with raw(master) as connected:
         connection = tcp_store.TCPConnection(connected, "127.0.0.1", master.port)
