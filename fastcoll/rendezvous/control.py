@@ -227,9 +227,10 @@ class Control:
             self.received[peer] = notice
 
     def _lose(self, fd: int, peer: int, how: str) -> None:
-        self._poller.unregister(fd)
-        self._links.pop(fd)[1].close()
-        self.lost.setdefault(peer, how)
+        if fd in self._links:  # else a signal handler has closed all connections meanwhile
+            self._poller.unregister(fd)
+            self._links.pop(fd)[1].close()
+            self.lost.setdefault(peer, how)
 
 
 def _send(connection: socket.socket, data: bytes) -> None:

@@ -242,6 +242,21 @@ def test_all_late_ranks_of_a_large_group_are_passed_on() -> None:
     assert Notice.from_bytes(notice.to_bytes(), 40).ranks == tuple(range(40))
 
 
+def test_a_signal_handler_may_close_the_connections_during_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(data: bytes, size: int) -> Notice:
+        control.close()
+        raise NoticeError("the last one")
+
+    monkeypatch.setattr(Notice, "from_bytes", interrupted)
+    ours, theirs = socket.socketpair()
+    control = Control(2)
+    with ours, theirs:
+        control.add(1, ours)
+        theirs.send(bytes(NOTICE_SIZE))
+        control.look(again=True)
+    assert control.lost == {}
+
+
 @pytest.mark.parametrize("data", [b"x" * NOTICE_SIZE, b"\xff" * 4000, Notice(FAILED, 0).to_bytes()[:-1]])
 def test_an_invalid_notice_ends_the_connection(network: Network, data: bytes) -> None:
     network.ends[2, 0].send(data)
