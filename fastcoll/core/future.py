@@ -138,7 +138,9 @@ class Future(Generic[T]):
                 return
             try:
                 callback(self)
-            except Exception:
+            except BaseException as error:
+                if ends_program(error):
+                    raise
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -190,6 +192,14 @@ def until_done(future: Callbacks) -> Generator[Any, None, None]:
 
     future.add_done_callback(wake)
     yield from over
+
+
+def ends_program(error: BaseException) -> bool:
+    """Whether the thread that has called a callback raises the callback's exception: Ctrl-C, on the main thread.
+
+    SystemExit is raised there, too. On any other thread it would only end that thread, on which operations may depend.
+    """
+    return not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
 
 
 def anew(error: E) -> E:

@@ -258,7 +258,8 @@ class Work(Future[Any]):
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         """Call `callback(work)` when the operation has ended, on the thread that ends it; or now if it already has.
 
-        An exception that a callback raises is logged. A callback may not wait for other operations.
+        An exception that a callback raises is logged; SystemExit, too, except on the main thread. A callback may not
+        wait for other operations.
         """
         if self.ended:
             self._call(callback)
@@ -332,7 +333,9 @@ class Work(Future[Any]):
     def _call(self, callback: Callable[[Any], object]) -> None:
         try:
             callback(self)
-        except Exception:
+        except BaseException as error:
+            if futures.ends_program(error):
+                raise
             _log.exception("a callback of %s raised", self.describe)
 
 

@@ -54,6 +54,27 @@ def test_a_thread_that_did_not_start_leaves_the_queue_usable(
     until(lambda: threading.active_count() <= before)
 
 
+def test_a_callback_that_exits_does_not_end_the_thread_that_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, go_on = ProgressQueue("exits"), threading.Event()
+    first = queue.submit("first", go_on.wait)
+    first.add_done_callback(lambda _: sys.exit(3))
+    go_on.set()
+    assert queue.submit("second", lambda: "done").result(timeout=60) == "done"
+    queue.close()
+    called: list[Any] = []
+    printed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: printed.append(args.exc_type))
+    future = WorkFuture(first)
+    future.add_done_callback(lambda _: sys.exit(3))
+    future.add_done_callback(called.append)
+    with cf.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(future.complete, None, None).result()
+    assert (called, printed) == ([future], [SystemExit])
+    for done in (first, future):
+        with pytest.raises(SystemExit):
+            done.add_done_callback(lambda _: sys.exit(3))
+
+
 def test_ctrl_c_ends_a_wait_even_if_a_handler_restarts_system_calls() -> None:
     work, main = Work("what never ends"), threading.get_ident()
 
