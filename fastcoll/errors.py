@@ -174,9 +174,10 @@ def shorten(error: BaseException) -> None:
     """
     if os.environ.get("FASTCOLL_DEBUG") == "1":
         return
-    ours, later = False, error
+    ours, later, seen = False, error, set[int]()
     one: BaseException | None = error
-    while one is not None:
+    while one is not None and id(one) not in seen:  # each of two errors may be the cause of the other
+        seen.add(id(one))
         ours = ours or isinstance(one, FastcollError)
         if ours:
             rest = _others(one.__traceback__)

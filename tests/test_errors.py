@@ -137,6 +137,21 @@ def test_debug_shows_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     assert frames() == ["frames", "reduce", "member_of", "_refuse"]
 
 
+def test_errors_that_cause_one_another_are_shortened() -> None:
+    try:
+        try:
+            dist.reduce(np.ones(1), 0, group=3)  # type: ignore[arg-type]
+        except UsageError as first:
+            try:
+                raise ValueError("the step failed") from first
+            except ValueError:
+                raise first  # noqa: B904 - its context is the ValueError, whose cause is this error
+    except UsageError as error:
+        shorten(error)
+        frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert set(frames) == {"test_errors_that_cause_one_another_are_shortened"}
+
+
 def raised(error: Exception, inside: Exception, cause: Exception | None = None) -> Exception:
     """Raise an error while another one is handled, and return it."""
     try:
