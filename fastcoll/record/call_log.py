@@ -1,11 +1,12 @@
 """The log of a profiled process: a row for each call and message, with its times.
 
 The rows are in memory, or in a file that is mapped, so that they outlive a process that is killed. core/profiler.py
-writes them; profiling/merging.py reads them.
+writes them; profiling/merging.py reads them. Room in the file is allocated before rows are written to it, because on a
+full disk a write to mapped memory would end the process by SIGBUS.
 
-When the log is full, it is *thinned*: of every `2 ** level` numbers of calls one is kept, and the sums of the other
-rows are added to `removed`. So counts, bytes and times stay exact. Every rank keeps the same numbers, because the
-choice is a hash of the number alone. A row has these words:
+When the log, or its disk, is full, it is *thinned*: of every `2 ** level` numbers of calls one is kept, and the sums of
+the other rows are added to `removed`. So counts, bytes and times stay exact. Every rank keeps the same numbers, because
+the choice is a hash of the number alone. A row has these words:
 
     GROUP     index of the group in `about["groups"]`, plus 1; 0: the row is free
     FLAVOUR   one of the flavours below
@@ -47,6 +48,7 @@ BLOCKING = SYNC, BLOCKED, SEND, RECV, BLOCKED_MESSAGE
 KIND = 0xFF | 1 << 61
 """The bits of a call word that a profile distinguishes: the operation, and whether the call is coalesced."""
 MOST = 1 << 18  # rows of a log, 16 MiB
+_ROOM_STEP = 1 << 14  # rows for which room on the disk is allocated at a time, 1 MiB
 SUFFIX, ROWS_SUFFIX = ".profile.json", ".profile.rows"
 
 Rows = NDArray[np.int64]
@@ -124,13 +126,18 @@ class CallLog:
         now = time.monotonic_ns()
         self.about = about | {"format": FORMAT, "version": __version__, "began": now, "ended": 0, "level": 0}
         self.about |= {"epoch": time.time_ns() - now, "dropped": 0, "groups": [], "removed": []}
-        fd = -1
+        self._fd, self._room = -1, most  # the file, and the number of rows for which it has room
         if path is not None:
-            fd = open_own(path + ROWS_SUFFIX, os.O_RDWR, 0o600)
-            os.ftruncate(fd, _ROW.size * most)
-        self._memory = mmap.mmap(fd, _ROW.size * most)
-        if fd >= 0:
-            os.close(fd)
+            self._fd, self._room = open_own(path + ROWS_SUFFIX, os.O_RDWR, 0o600), 0
+        try:
+            if self._fd >= 0:
+                os.ftruncate(self._fd, 0)  # the rows of an earlier process with the same name
+                self._allocate()
+                os.ftruncate(self._fd, _ROW.size * most)
+            self._memory = mmap.mmap(self._fd, _ROW.size * most)
+        except BaseException:
+            self._close()
+            raise
         self._save()
 
     def add_group(self, name: str, ranks: Sequence[int], rank: int) -> int:
@@ -146,8 +153,8 @@ class CallLog:
         """Add a row, given its words."""
         with self._lock:
             place = self._count
-            if place == self._most:
-                place = self.thin()
+            if place == self._room:
+                place = self._make_room()
             _pack(self._memory, place << 6, group, flavour, number, call, nbytes, began, ended, peer)
             self._count = place + 1
 
@@ -161,10 +168,18 @@ class CallLog:
         with self._lock:
             self.about["ended"] = self.about["ended"] or time.monotonic_ns()
             self._save()
+            self._close()
 
     def disown(self) -> None:
         """In a child process made by fork: leave the file to the parent."""
         self._path = None
+        self._close()
+
+    def _close(self) -> None:
+        """Close the file, which stays mapped and cannot grow any more."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
 
     def content(self) -> tuple[dict[str, Any], Rows]:
         """Return the facts, with the sums of removed rows, and a copy of the rows."""
@@ -176,6 +191,23 @@ class CallLog:
 
     def _facts(self) -> dict[str, Any]:
         return self.about | {"removed": [[*key, *each] for key, each in self._removed.items()]}
+
+    def _allocate(self) -> None:
+        """Allocate room in the file for the next rows. OSError: the disk is full."""
+        rows = min(_ROOM_STEP, self._most - self._room)
+        os.posix_fallocate(self._fd, _ROW.size * self._room, _ROW.size * rows)
+        self._room += rows
+
+    def _make_room(self) -> int:
+        """Make room for further rows; return how many rows the log has."""
+        if self._room < self._most:
+            try:
+                self._allocate()
+                return self._count
+            except OSError as error:
+                _log.warning("the profile of this rank has room for %d calls: %s", self._room, error)
+                self._most = self._room
+        return self.thin()
 
     def thin(self) -> int:
         """Remove at least half of the rows; return how many remain."""

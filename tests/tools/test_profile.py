@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -43,6 +45,49 @@ def test_a_full_log_keeps_counts_bytes_and_times_exact():
     add_sums(totals, sums(rows))
     (found,) = totals.values()
     assert found == [5000, 5000 * 64, 5000 * 5001 // 2, 5000]
+
+
+def test_a_log_on_a_full_disk_is_thinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def allocate(fd: int, offset: int, nbytes: int) -> None:
+        if offset + nbytes > 512 * 64:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocated(fd, offset, nbytes)
+
+    allocated = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    monkeypatch.setattr(log, "_ROOM_STEP", 256)
+    written = CallLog({}, str(tmp_path / "rank-0"), most=1024)
+    for number in range(1, 2001):
+        written.add(1, log.SYNC, number, REDUCE, 64, 1000, 1000 + number, -1)
+    written.end()
+    assert [record.message for record in caplog.records] == [
+        "the profile of this rank has room for 512 calls: [Errno 28] No space left on device"
+    ]
+    about, rows = log.load(str(tmp_path / "rank-0"))
+    assert len(rows) <= 512
+    assert sum(each[4] for each in about["removed"]) + len(rows) == 2000
+
+
+def test_a_log_without_any_room_is_refused_and_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    with pytest.raises(OSError, match="full"):
+        CallLog({}, str(tmp_path / "rank-0"))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_log_has_no_rows_of_an_earlier_process_with_its_name(tmp_path: Path):
+    for number in (3, 1):
+        written = CallLog({}, str(tmp_path / "rank-0"))
+        for each in range(1, number + 1):
+            written.add(1, log.SYNC, each, REDUCE, 64, 10, 20, -1)
+        written.end()
+    _, rows = log.load(str(tmp_path / "rank-0"))
+    assert rows[:, log.NUMBER].tolist() == [1]
 
 
 def test_ranks_with_logs_of_any_length_keep_the_same_calls():
