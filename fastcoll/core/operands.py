@@ -361,8 +361,9 @@ def sum_for(op: ReduceOp) -> ReduceOp:
 def divide(x: Array, n: int) -> None:
     """Divide x by n in place, for AVG: integers are rounded towards zero, and 16-bit floats are divided in float32."""
     if x.dtype.kind in "iu":
-        quotient, rest = np.divmod(x, x.dtype.type(n))
-        x[...] = quotient + ((x < 0) & (rest != 0)).astype(x.dtype)
+        wide = x.astype(np.int32) if x.dtype.itemsize < 4 else x  # n may not fit into the dtype of x
+        quotient, rest = np.divmod(wide, wide.dtype.type(n))
+        x[...] = quotient + ((wide < 0) & (rest != 0)).astype(wide.dtype)
     elif x.dtype.itemsize == 2:
         x[...] = rounded(widened(x) / np.float32(n), x.dtype)
     else:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fastcoll import ReduceOp
+from fastcoll.core.operands import divide
 from fastcoll.errors import UsageError
 
 
@@ -63,3 +64,13 @@ def test_values_around_a_function_are_compared() -> None:
     assert made(2).code == made(2).code
     assert made(2).code != made(3).code
     assert made(2).code != made(2, 4).code
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"])
+@pytest.mark.parametrize("n", [3, 200, 40_000])
+def test_an_average_is_truncated_for_any_number_of_ranks(dtype: str, n: int) -> None:
+    limits = np.iinfo(dtype)
+    values = [limits.min, limits.min // 2, limits.max // 2, limits.max, 0, 1, n % 100]
+    x = np.array(values, dtype)
+    divide(x, n)
+    assert x.tolist() == [int(Fraction(value, n)) for value in values]
