@@ -18,6 +18,9 @@ may make a group in each step; further groups are counted together as `OTHERS`."
 
 OTHERS = "(others)"
 
+_SIGNALS = {int(each): each.name for each in signal.Signals}
+"""The names of signals; real-time signals have none."""
+
 
 class Totals:
     """All counters. Whoever calls a method holds the server's lock.
@@ -61,7 +64,7 @@ class Totals:
 
     def failed(self, code: int) -> None:
         """Count a rank's process that has failed; its exit code, -n for signal n."""
-        self._exits[(str(code) if code >= 0 else signal.Signals(-code).name),] += 1
+        self._exits[str(code) if code >= 0 else _SIGNALS.get(-code, f"signal {-code}"),] += 1
 
     def _shown(self, group: str) -> str:
         if group not in self._names and len(self._names) >= _MOST_GROUPS:

@@ -20,6 +20,7 @@ from programs import python, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastcoll.launch.nodes import free_port
+from fastcoll.metrics.totals import Totals
 
 LAUNCH = (sys.executable, "-m", "fastcoll.launch", "--no-prefix", "--nproc-per-node", "2")
 HEAD = """
@@ -378,3 +379,11 @@ def test_prometheus_scrapes_a_job(start: Start, port: int, tmp_path: Path) -> No
             server.kill()
             server.communicate()
     end(job)
+
+
+def test_a_rank_that_a_real_time_signal_ends_is_counted() -> None:
+    totals = Totals()
+    for code in (3, -9, -40):
+        totals.failed(code)
+    (exits,) = [each for each in totals.metrics(is_launcher=True) if each.name == "fastcoll_failed_ranks"]
+    assert [sample.labels["exit"] for sample in exits.samples] == ["3", "SIGKILL", "signal 40"]
