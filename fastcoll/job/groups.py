@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 from ..core.group import ProcessGroup
 from ..core.operands import whole
-from ..errors import AbortedError, NotInitializedError, UsageError
+from ..errors import AbortedError, NotInitializedError, UnavailableError, UsageError
 from ..system.forks import at_fork
 from ..system.processes import Member
 from .backends import Backend, BackendChoice
@@ -233,6 +233,22 @@ def entered(group: Group) -> ProcessGroup:
     if group not in groups.backends and group not in groups.standalone:
         raise NotInitializedError(f"the group {group.name!r} was destroyed")
     return group
+
+
+def of_job(group: Group, what: str) -> ProcessGroup:
+    """Return a group of the job of `init_process_group`, for `what`, which makes a new group in that job.
+
+    Raises:
+        UnavailableError: `group_from_store` made the group.
+        NotInitializedError, UsageError: as for `entered`.
+    """
+    found = entered(group)
+    if found in groups.standalone:
+        raise UnavailableError(
+            f"{what}: group_from_store made the group {found.name!r}, and new groups are made in the store of "
+            "init_process_group; make the new group by group_from_store, too"
+        )
+    return found
 
 
 def _choice(group: Group) -> BackendChoice:

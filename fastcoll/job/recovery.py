@@ -20,7 +20,7 @@ from ..rendezvous.regroup import Level, Regroup, Regrouped
 from ..store import PrefixStore
 from ..system.processes import Member, gone_among
 from .backends import make_group
-from .groups import Group, entered, groups
+from .groups import Group, entered, groups, of_job
 from .job import Job, make_world
 from .lease import StoreLease
 from .leaving import close
@@ -65,7 +65,7 @@ def shrink(group: Group = None, timeout: Timeout = None) -> ProcessGroup:
 
     Raises:
         CollectiveTimeoutError: a rank neither died nor called this in time, for example because it is stopped.
-        UnavailableError: MPI cannot continue after the death of a rank.
+        UnavailableError: MPI cannot continue after the death of a rank; or `group_from_store` made the group.
         NotInitializedError: there is no such group.
         UsageError: this process is not in the group.
 
@@ -78,7 +78,8 @@ def shrink(group: Group = None, timeout: Timeout = None) -> ProcessGroup:
         ... except dist.GroupError:
         ...     dist.shrink()
     """
-    job, old = current_job(), entered(group)
+    old = of_job(group, "shrink")
+    job = current_job()
     limit = positive_seconds(timeout, old.timeout)
     regroup = Regroup(_level(old, old.monitor.members), old.rank, limit, f"shrinking the group {old.name}")
     old.abort("shrink() was called")

@@ -40,8 +40,9 @@ def group_from_store(
 ) -> ProcessGroup:
     """Make a group of processes that share a store, with or without `init_process_group`; collective among them.
 
-    The group is its own job: all functions take it as `group=`, its group ranks are also its global ranks, and
-    `destroy_process_group(group)` ends it. A process may be in any number of such groups.
+    The group is its own job: all functions take it as `group=`, except `shrink`, `split_group`, `new_subgroups` and
+    collectives of `fastcoll.jax`. Its group ranks are also its global ranks, and `destroy_process_group(group)` ends
+    it. A process may be in any number of such groups.
 
     Args:
         store: a store of fastcoll or torch.distributed. It is used while the group is made and left, and stays open.

@@ -18,7 +18,7 @@ from ..errors import UsageError
 from ..failpoints import reach
 from .backends import Backend, BackendChoice, is_mpi_initialised, load, parse_backend
 from .group_requests import GroupRequest
-from .groups import Group, GroupMember, NonMember, get_backend_config, get_process_group_ranks, groups
+from .groups import Group, GroupMember, NonMember, get_backend_config, groups, of_job
 from .job import Job
 from .world import current_job
 
@@ -173,8 +173,9 @@ def new_subgroups(
     Raises:
         UsageError: `group_size` does not divide the number of ranks; or it is None, and the nodes have different
             numbers of ranks.
+        UnavailableError: `group_from_store` made the group.
     """
-    ranks = get_process_group_ranks(group)
+    ranks = of_job(group, "new_subgroups").ranks
     if group_size is None:
         members = current_job().lease.members
         sizes = set(Counter(members[rank].node for rank in ranks).values())
@@ -235,9 +236,10 @@ def split_group(
 
     Raises:
         UsageError: `split_ranks` is missing, has a rank twice, or a rank that is not in `parent_pg`.
+        UnavailableError: `group_from_store` made `parent_pg`.
         MismatchError, PeerDiedError, StoreTimeoutError: as for `new_group`.
     """
-    parent = get_process_group_ranks(parent_pg)
+    parent = of_job(parent_pg, "split_group").ranks
     parts = [sorted(part) for part in _checked_parts("split_ranks", split_ranks)]
     if not parts or any(not part or part[0] < 0 or part[-1] >= len(parent) for part in parts):
         raise UsageError(

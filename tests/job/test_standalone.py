@@ -92,6 +92,21 @@ def test_a_group_outlives_the_world_beside_it(rank: int, tmp_path: Path) -> None
         dist.destroy_process_group(group)
 
 
+@pytest.mark.ranks(2)
+def test_groups_of_the_job_are_not_made_of_a_group_with_its_own_ranks(rank: int, tmp_path: Path) -> None:
+    with dist.FileStore(str(tmp_path / "store"), 2) as store:
+        group = dist.group_from_store(store, 1 - rank, 2, timeout=60)
+        for make in (
+            dist.shrink,
+            lambda group: dist.split_group(group, [[0], [1]]),
+            lambda group: dist.new_subgroups(1, group),
+        ):
+            with pytest.raises(dist.UnavailableError, match="group_from_store made the group 'group'"):
+                make(group)
+        assert total(group) == 3
+        dist.destroy_process_group(group)
+
+
 @pytest.mark.ranks(2, init=False)
 def test_children_of_fork_have_no_group(rank: int, tmp_path: Path) -> None:
     with dist.FileStore(str(tmp_path / "store"), 2) as store:
