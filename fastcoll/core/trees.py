@@ -249,17 +249,18 @@ def all_gather_new(group: Caller, tensor: Any, async_op: bool) -> Any:
     preparing = group.preparing("all_gather")
     with preparing:
         x = group.import_array(tensor, writable=False)
+        on_host = type(x.array) is np.ndarray
+        if not on_host and (async_op or not hasattr(tensor, "new_empty")):
+            raise UsageError(
+                "all_gather(tensor) without a list takes, on a GPU, only torch's tensors and no async_op; give a "
+                "list of arrays to gather into"
+            )
         note, notes = np.zeros(1, _SHAPE_NOTE), np.empty(group.size, _SHAPE_NOTE)
         note["code"], note["dtype"] = dtype_code(x.array.dtype), str(x.array.dtype).encode()
         note["ndim"], note["shape"][0, : x.array.ndim] = x.array.ndim, x.array.shape
         own, rows = note.view(np.int64), tuple(notes.view(np.int64).reshape(group.size, -1))
         exchange = group.planned(Operation("all_gather", rows, (own,), parts=SHAPES))
-    if type(x.array) is not np.ndarray:
-        if async_op or not hasattr(tensor, "new_empty"):
-            raise UsageError(
-                "all_gather(tensor) without a list takes, on a GPU, only torch's tensors and no async_op; give a "
-                "list of arrays to gather into"
-            )
+    if not on_host:
         group.run("all_gather", exchange, (), False)
         shapes = _agreed_shapes(notes, group.ranks)
         with preparing:

@@ -178,3 +178,26 @@ def test_torch_and_jax_arrays_give_results_of_their_own_kind(rank: int) -> None:
     assert [(t.tolist(), t.dtype) for t in tensors] == [([0.5] * n, torch.bfloat16) for n in (1, 2)]
     assert [y.sharding.num_devices and y.tolist() for y in dist.all_gather(jnp.ones(rank))] == [[], [1]]
     assert "jax" in sys.modules
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_torchs", [False, True])
+def test_a_call_that_gpus_do_not_have_is_refused_on_all_ranks(
+    rank: int, is_torchs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    x = Mock(new_empty=None) if is_torchs else np.ones(3)
+    if rank:
+        with pytest.raises(
+            dist.MismatchError, match="rank 0's all_gather was refused: UsageError: all_gather"
+        ):
+            dist.all_gather(np.ones(3))
+    else:
+        on_gpu = Mock(array=Mock(dtype=np.dtype("f8"), ndim=1, shape=(3,)))
+        monkeypatch.setattr(world, "import_array", lambda *_, **__: on_gpu)
+        with pytest.raises(dist.UsageError, match="only torch's tensors and no async_op"):
+            dist.all_gather(x, async_op=is_torchs)
+        monkeypatch.undo()
+    dist.all_reduce(total := np.ones(1))
+    assert total == 2
