@@ -98,7 +98,9 @@ class GradientReducer:
         self.grads: Any = in_order if isinstance(params, Mapping) else list(in_order.values())
         self.unused: list[Key] = []
         self.bytes_sent = 0
-        self._begun = 0  # how many buckets have been started in this step
+        # The state of this step. Ctrl-C may end a call of `wait`, and the next call continues the step.
+        self._begun = 0  # how many buckets have been started
+        self._knows_unused = False  # whether `unused` is that of this step
         self._accumulated: set[Key] = set()  # gradients of steps in `no_sync` that are not reduced yet
         self._syncs = True
         self._active: _Active | None = None  # set in a block of `join`
@@ -239,14 +241,16 @@ class GradientReducer:
     def _finish(self, had: Collection[Key]) -> None:
         """Reduce all gradients, and begin the next step; those that this rank has not `had` count as zeros."""
         with self._abandoning():
-            for key in self._place.keys() - had:
-                self._place[key].views[key][...] = 0
+            for bucket in self._buckets[self._begun :]:
+                for key in bucket.views.keys() - had:
+                    bucket.views[key][...] = 0
             while self._begun < len(self._buckets):
                 self._begin()
-            if self._find_unused:
+            if self._find_unused and not self._knows_unused:
                 used = np.array([key in had for key in self._place], np.uint8)
                 all_reduce(used, ReduceOp.MAX, self._group)
                 self.unused = [key for key, one in zip(self._place, used, strict=True) if not one]
+                self._knows_unused = True
             active = self._active.count if self._active is not None else 0
             for bucket in self._buckets:
                 bucket.finish(active if self._average else 0)
@@ -256,7 +260,7 @@ class GradientReducer:
     def _begin_step(self) -> None:
         for bucket in self._buckets:
             bucket.missing = set(bucket.views)
-        self._begun = 0
+        self._begun, self._knows_unused = 0, False
         if self._active is not None:
             self._active.is_counted = False
 
@@ -314,14 +318,15 @@ class _Bucket:
         return self.travels
 
     def finish(self, divisor: int) -> None:
-        """Wait for the reduction; if `divisor` is not 0, divide the sums by it."""
-        assert self.work is not None, "the reduction has been started"
+        """Wait for the reduction; if `divisor` is not 0, divide the sums by it. A second call has no effect."""
+        if self.work is None:
+            return
         self.work.wait()
-        self.work = None
         if self.lost is not None:
             self.flat[...] = self.travels.astype(self.flat.dtype)
         if divisor:
             self.flat /= divisor
+        self.work = None
 
     def abandon(self) -> None:
         """Wait for the reduction, if there is one, whatever its result."""

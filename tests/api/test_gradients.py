@@ -10,6 +10,7 @@ import pytest
 import fastcoll as dist
 from fastcoll import GradientReducer
 from fastcoll.api import gradients
+from fastcoll.api.gradients import _Bucket
 
 SHAPES = {"w1": (7, 5), "b1": (5,), "empty": (0,), "w2": (5, 3), "one": (), "b2": (3,)}
 
@@ -103,6 +104,31 @@ def test_sums_while_ranks_with_fewer_batches_join(rank: int, world_size: int) ->
         for turn in range(rank + 1):
             step(reducer, {0: 10 + rank})
             assert (reducer.grads[0] == sum(10 + other for other in range(turn, world_size))).all()
+
+
+@pytest.mark.ranks(2)
+def test_a_wait_after_ctrl_c_completes_the_step(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    reducer = GradientReducer([np.zeros(3), np.zeros(2, "f4"), np.zeros(4)], find_unused=True)
+    for key in (1, 2) if rank else (2,):
+        reducer.grads[key][...] = 10 * key + rank
+        reducer.ready(key)
+    finish = _Bucket.finish
+
+    def interrupted(bucket: _Bucket, divisor: int) -> None:
+        if 1 in bucket.views and not interruptions:
+            interruptions.append(bucket)
+            raise KeyboardInterrupt
+        finish(bucket, divisor)
+
+    interruptions: list[_Bucket] = []
+    monkeypatch.setattr(_Bucket, "finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reducer.wait()
+    reducer.wait()
+    assert [grad[0] for grad in reducer.grads] == [0, 5.5, 20.5]
+    assert reducer.unused == [0]
+    step(reducer, dict.fromkeys(range(3), rank))
+    assert [grad[0] for grad in reducer.grads] == [0.5] * 3
 
 
 @pytest.mark.ranks(2)
