@@ -96,8 +96,8 @@ class Gate:
     def run_exclusively(self, call: Callable[..., Any], *args: Any) -> Any:
         """Run a call on this thread as soon as no other call runs, and return its result."""
         thread = threading.get_ident()
-        self._inside.add(thread)
         try:
+            self._inside.add(thread)  # in the `try`, because Ctrl-C may come right after it
             with self.lock:
                 result = call(*args)
                 if self.earlier is not None and thread not in self._in_operation:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, cast, final
 
 import numpy as np
@@ -531,13 +532,14 @@ class ProcessGroup:
                 before = f"{self.gate.refusal}; then " if self.gate.refusal else ""
                 self.abort(f"{before}it {exit_reason} while operations were under way")
             self.gate.closed = True
-            for end in self.at_the_end:
-                end()
-            self.gate.queue.close()
-            if self.gpus.carrier is not None:
-                self.gpus.carrier.close(self.gate.failure)
-            self.backend.close(self.gate.failure)
-            dump.listen_no_more()
+            with ExitStack() as steps:  # in reverse order; Ctrl-C in one step does not prevent the others
+                steps.callback(dump.listen_no_more)
+                steps.callback(lambda: self.backend.close(self.gate.failure))
+                if (carrier := self.gpus.carrier) is not None:
+                    steps.callback(lambda: carrier.close(self.gate.failure))
+                steps.callback(self.gate.queue.close)
+                for end in reversed(self.at_the_end):
+                    steps.callback(end)
 
 
 _MESSAGES = ("send", "recv", "isend", "irecv")

@@ -20,6 +20,7 @@ from together import together
 import fastcoll as dist
 from fastcoll.core import gate, group, work
 from fastcoll.errors import AbortedError, NotInitializedError, UsageError
+from fastcoll.record.recorder import own
 
 FILES = {gate.__file__, group.__file__, work.__file__, __file__}
 DEADLINE = 60.0
@@ -48,6 +49,40 @@ def test_a_call_does_not_overtake_one_that_waits_for_the_lock(alone: group.Proce
     assert work is not None
     work.wait()
     assert alone.gate.is_clear()
+
+
+class Interrupting(set[int]):
+    """A set whose `add` raises KeyboardInterrupt at its end, as Ctrl-C may."""
+
+    def add(self, thread: int) -> None:
+        super().add(thread)
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_as_a_call_begins_leaves_the_gate_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = gate.Gate("one", [0], 0, DEADLINE)
+    monkeypatch.setattr(one, "_inside", Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        one.run_exclusively(lambda: None)
+    assert not one.is_inside()
+    assert not one.is_busy()
+
+
+def test_ctrl_c_while_a_group_is_closed_leaves_nothing_open(alone: group.ProcessGroup) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    made = dist.new_group([0])
+    assert isinstance(made, group.ProcessGroup)
+    called: list[str] = []
+    made.at_the_end += [partial(called.append, "before"), interrupt, partial(called.append, "after")]
+    groups_before = {each.serial for each in own().groups}
+    with pytest.raises(KeyboardInterrupt):
+        dist.destroy_process_group(made)
+    assert called == ["before", "after"]
+    assert len({each.serial for each in own().groups}) == len(groups_before) - 1
+    with pytest.raises(NotInitializedError):
+        made.fast.barrier()
 
 
 class Log:
