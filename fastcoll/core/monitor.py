@@ -87,7 +87,7 @@ class Monitor(ABC):
         self.members = list(members)
         self.exit_reason = describe_exit(None)
         self.rank = rank
-        self._lock = threading.RLock()  # reentrant, because a signal handler may leave the group
+        self._lock = threading.RLock()  # reentrant, because a signal handler may leave or abort the group
         self._leaving = self._retired = False
 
     @abstractmethod

@@ -57,6 +57,19 @@ def test_a_signal_handler_may_leave_a_group_while_a_failure_is_published() -> No
     assert published == [FAILED]
 
 
+def test_a_signal_handler_may_fail_a_group_that_is_failing() -> None:
+    class Interrupted(PublishedStates):
+        def _publish(self, state: int, reason: str) -> None:
+            self.fail(AbortedError("the handler's"))  # a signal handler calls `abort`
+
+    monitor = Interrupted(IN_ORDER, IN_ORDER)
+    monitor.fail(AbortedError("the first"))
+    assert str(monitor.failure) == "the first"
+    monitor = Interrupted(IN_ORDER, IN_ORDER)
+    monitor.start_to_leave()
+    assert str(monitor.failure) == "the handler's"
+
+
 def test_dead_peers_are_named_by_global_ranks() -> None:
     found = PublishedStates(IN_ORDER, IN_ORDER, dead=[5, 7]).decide([1], "a call")
     assert isinstance(found, PeerDiedError)
