@@ -87,7 +87,8 @@ def to_global_rank(descriptor, rank):
     """Return the global rank of a group rank; -1 if this process is not in the group."""
     if word(descriptor, _SIZE) < 0:
         return -1
-    return rank if word(descriptor, _RANKS) == 0 else word(word(descriptor, _RANKS), rank)
+    ranks = word(descriptor, _RANKS)  # read once: another thread may end the group now
+    return rank if ranks == 0 else word(ranks, rank)
 
 
 @register_jitable

@@ -24,7 +24,9 @@ from .njit_arguments import (
     or_typing_error,
     packing,
     result_of,
+    size_of,
     to_global_rank,
+    to_group_rank,
 )
 from .numba_types import (
     ANY_SENDER,
@@ -149,7 +151,14 @@ def _irecv(tensor, src=None, group=None, tag=0, group_src=None):
 
 @overload(p2p.sendrecv)
 def _sendrecv(input, dst, output, src=None, group=None, send_tag=0, recv_tag=0):
+    any_rank = is_none(src)
+
     def impl(input, dst, output, src=None, group=None, send_tag=0, recv_tag=0):
+        descriptor = checked_descriptor(group)
+        size = size_of(descriptor)
+        peer = 0 if any_rank else to_group_rank(descriptor, integer_of(src))
+        if size > 0 and not (0 <= peer < size and ANY_TAG <= recv_tag <= LARGEST_TAG):
+            p2p.recv(output, src, group, recv_tag)  # raises an error, before the message is sent
         sent = p2p.isend(input, dst, group, send_tag)
         source = p2p.recv(output, src, group, recv_tag)
         _wait(sent)

@@ -107,6 +107,30 @@ def exchanged(x, y, peer):
 
 
 @numba.njit(cache=True)
+def exchanged_with(x, peer, y, source, tag):
+    return dist.sendrecv(x, peer, y, source, None, 3, tag)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("source", "tag", "error"),
+    [(7, 3, "src is 7"), (0, -2, "tag is out of range"), (0, 1 << 40, "tag is out of range")],
+)
+def test_an_exchange_with_a_wrong_argument_sends_nothing(rank, source, tag, error):
+    y = np.zeros(3)
+    with pytest.raises(dist.UsageError, match=error):
+        exchanged_with(np.ones(3), 0, y, source, tag)
+    assert exchanged_with(np.full(3, 2.0), 0, y, 0, 3) == 0
+    assert y[0] == 2
+
+
+def test_a_rank_is_converted_while_another_thread_ends_the_group(monkeypatch):
+    words = {(1000, d.SIZE): [2], (1000, d.RANKS): [2000, 0], (2000, 1): [5]}
+    monkeypatch.setattr(fastcoll.callers.njit, "word", lambda address, index: words[address, index].pop(0))
+    assert fastcoll.callers.njit._to_global_rank(1000, 1) == 5
+
+
+@numba.njit(cache=True)
 def polled(y, peer):
     work, turns = dist.irecv(y, peer), 0
     while not work.is_completed():
