@@ -358,8 +358,12 @@ class WorkFuture(futures.Future[Any]):
     def await_end(self, timeout: Timeout) -> None:
         """Wait for the operation, and then until this future is set, which another thread may do a little later."""
         refuse_to_block("waiting for a Work's future")
-        self._work.wait(timeout)
-        self.block(ENDLESS)
+        try:
+            self._work.wait(timeout)
+        except Exception:
+            if not self._work.is_completed():
+                raise
+        self.block(ENDLESS)  # what this future returns or raises, a callback of `then` may determine
 
     def new_future(self) -> WorkFuture:
         return WorkFuture(self._work)

@@ -234,6 +234,19 @@ def test_a_future_without_a_value_raises() -> None:
             ask()
 
 
+def test_a_wait_for_a_failed_operation_gives_what_the_callback_made_of_it() -> None:
+    class FailsLater(Work):
+        def _await_end(self, limit: float) -> bool:
+            self.complete(error=CollectiveTimeoutError("rank 1 did not come"))
+            return True
+
+    future = FailsLater("all_reduce").get_future()
+    assert future.then(lambda done: type(done.exception())).wait() is CollectiveTimeoutError
+    pending = Work("barrier").get_future()
+    with pytest.raises(CollectiveTimeoutError, match="barrier is not complete after 0 s"):
+        pending.then(lambda done: 1).wait(0)
+
+
 def test_a_future_has_every_method_of_torchs() -> None:
     """As torch's source has them, because importing torch takes seconds."""
     torch = importlib.util.find_spec("torch")
