@@ -35,7 +35,7 @@ from ..rendezvous.detect import number_in
 from ..rendezvous.join import join
 from ..store import Store
 from ..system.forks import at_fork
-from ..system.processes import forget, gone_among, set_process_rank, this_process
+from ..system.processes import Member, forget, gone_among, set_process_rank, this_process
 from . import backends
 from .backends import BackendChoice, parse_backend
 from .beginning import begin, met_elsewhere
@@ -420,19 +420,19 @@ def _let_go(grace: float | None, exit_reason: str) -> None:
     global _job
     job, _job = _job, None
     made, inherited = list(groups.backends), groups.inherited
-    groups.clear()
-    _exit_hook.take_back()
-    if inherited is not None or job is None:
-        return
-    lease = job.lease
-    gone = gone_among(lease.members) if lease.rank == 0 else ()  # only rank 0 waits for others
-    with ExitStack() as steps:
-        steps.callback(in_rank.stop)
-        steps.callback(forget, lease.members)
-        steps.callback(lease.leave, job.timeout if grace is None else grace, gone, exit_reason)
-        close(made, exit_reason)
-        failpoints.reach("destroy.after_groups")
-    failpoints.reach("destroy.after_store")
+    with ExitStack() as steps:  # in reverse order; Ctrl-C in one step does not prevent the others
+        if inherited is None and job is not None:
+            lease, gone = job.lease, list[Member]()
+            steps.callback(lambda: failpoints.reach("destroy.after_store"))
+            steps.callback(in_rank.stop)
+            steps.callback(forget, lease.members)
+            steps.callback(lease.leave, job.timeout if grace is None else grace, gone, exit_reason)
+            steps.callback(lambda: failpoints.reach("destroy.after_groups"))
+            steps.callback(close, made, exit_reason)
+            if lease.rank == 0:  # the only rank that waits for others
+                steps.callback(lambda: gone.extend(gone_among(lease.members)))
+        groups.clear()
+        _exit_hook.take_back()
 
 
 _exit_hook = ExitHook(functools.partial(_leave, grace=_EXIT_SECONDS, ended=True))

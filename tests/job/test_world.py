@@ -871,3 +871,19 @@ def test_errors_name_the_given_timeout() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     with pytest.raises(StoreTimeoutError, match=r"not all of 2 ranks came within 0\.5 s; missing: 1"):
         dist.init_process_group("shm", url, timeout=0.5, rank=0, world_size=2)
+
+
+@pytest.mark.ranks(1)
+def test_ctrl_c_while_the_job_is_left_leaves_no_group_open(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(members: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    made = dist.new_group([0])
+    assert isinstance(made, dist.ProcessGroup)
+    monkeypatch.setattr("fastcoll.job.world.gone_among", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        dist.destroy_process_group()
+    assert not dist.is_initialized()
+    assert made.gate.closed
