@@ -26,7 +26,8 @@ from ..job.world import current_job, destroy_process_group
 
 _copies: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 _used: WeakSet[ProcessGroup] = WeakSet()  # groups that programs use
-_making = threading.Lock()
+# A lock for each group, because its holder waits for other ranks, on which another thread may make another copy first.
+_making: WeakKeyDictionary[ProcessGroup, threading.Lock] = WeakKeyDictionary()
 
 
 def group_for(group: Group, is_message: bool) -> ProcessGroup:
@@ -52,7 +53,7 @@ def copy_of(group: Group) -> ProcessGroup:
     # Look without the lock, because its holder waits for other ranks, which may wait for this thread's program.
     if original in _copies:
         return _copies[original]
-    with _making:
+    with _making.setdefault(original, threading.Lock()):
         if original in _copies:
             return _copies[original]
         if original in groups.standalone:

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numba
 import numpy as np
@@ -122,6 +124,26 @@ def test_a_program_continues_while_another_thread_makes_a_group(rank, world_size
         y.block_until_ready()
     fj.barrier(group=group)
     assert float(y[0]) == 1001
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_threads_make_copies_of_their_groups_in_any_order(rank, world_size, jax, fj, monkeypatch):
+    from fastcoll.jax.own_groups import copy_of
+    from fastcoll.job.world import current_job
+
+    def make_group(*arguments):
+        has_begun.set()
+        return make(*arguments)
+
+    pair = [dist.new_group(timeout=20), dist.new_group(timeout=20)]
+    job, has_begun = current_job(), threading.Event()
+    make = job.make_group
+    monkeypatch.setattr(job, "make_group", make_group)
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(copy_of, pair[rank])
+        assert has_begun.wait(60)
+        assert copy_of(pair[1 - rank]).name == f"{pair[1 - rank].name} (JAX)"
+        assert made.result().name == f"{pair[rank].name} (JAX)"
 
 
 def script(tmp_path, text):
