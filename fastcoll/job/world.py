@@ -87,8 +87,8 @@ def replace_job(job: Job, world: ProcessGroup) -> None:
     groups.add(world, choice)
     _job = job
     set_process_rank(job.lease.rank)
-    in_rank.follow(job.lease.members, job.lease.rank)
-    with ExitStack() as steps:
+    with ExitStack() as steps:  # in reverse order
+        steps.callback(in_rank.follow, job.lease.members, job.lease.rank)
         steps.callback(forget, before.lease.members)
         steps.callback(before.lease.close_store)
         close(made)

@@ -887,3 +887,20 @@ def test_ctrl_c_while_the_job_is_left_leaves_no_group_open(
         dist.destroy_process_group()
     assert not dist.is_initialized()
     assert made.gate.closed
+
+
+@pytest.mark.ranks(1)
+def test_a_port_that_is_taken_does_not_keep_the_old_groups_open(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> NoReturn:
+        raise ResourceError("the port is taken")
+
+    old, made = dist.group.WORLD, dist.new_group([0])
+    assert isinstance(made, dist.ProcessGroup)
+    assert old is not None
+    monkeypatch.setattr("fastcoll.job.world.in_rank.follow", refuse)
+    with pytest.raises(ResourceError, match="the port is taken"):
+        dist.shrink()
+    assert (old.gate.closed, made.gate.closed) == (True, True)
+    assert dist.get_world_size() == 1
