@@ -334,8 +334,10 @@ class Backend(ABC):
 
         Any thread may call this.
         """
-        self.monitor.fail(error)
-        self.messages.abort()
+        try:
+            self.monitor.fail(error)
+        finally:
+            self.messages.abort()
 
     def interrupted(self, error: BaseException, doing: str) -> None:
         """Fail the group, because an exception has ended this rank's part of a call while the peers continue theirs."""

@@ -125,10 +125,12 @@ class Monitor(ABC):
             self.failure = error
             if not self._retired:
                 self._publish(FAILED, str(error))
-        if self.record is not None:
-            self.record.failed(str(error), type(error).__name__)
-        dump.after(error)
-        self.on_failure()
+        try:
+            if self.record is not None:
+                self.record.failed(str(error), type(error).__name__)
+            dump.after(error)
+        finally:  # a second Ctrl-C may come while the dump is written
+            self.on_failure()
 
     def start_to_leave(self) -> None:
         """Publish that this rank starts no more operations in the group, but still receives messages."""

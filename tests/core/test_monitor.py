@@ -70,6 +70,18 @@ def test_a_signal_handler_may_fail_a_group_that_is_failing() -> None:
     assert str(monitor.failure) == "the handler's"
 
 
+def test_ctrl_c_while_a_dump_is_written_does_not_keep_a_group_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(error: Exception) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fastcoll.core.monitor.dump.after", interrupt)
+    monitor, stopped = PublishedStates(IN_ORDER, IN_ORDER), list[bool]()
+    monitor.on_failure = lambda: stopped.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        monitor.fail(AbortedError("it failed"))
+    assert stopped == [True]
+
+
 def test_dead_peers_are_named_by_global_ranks() -> None:
     found = PublishedStates(IN_ORDER, IN_ORDER, dead=[5, 7]).decide([1], "a call")
     assert isinstance(found, PeerDiedError)
