@@ -76,7 +76,9 @@ def reduce_multigpu(
     g = member_of(group, "reduce_multigpu")
     if g is None:
         return None
-    return _several().reduce(g, tensor_list, group_rank(g, "dst", dst, None), op, dst_tensor, async_op)
+    with g.preparing("reduce_multigpu"):
+        root = group_rank(g, "dst", dst, None)
+    return _several().reduce(g, tensor_list, root, op, dst_tensor, async_op)
 
 
 @overload
@@ -101,7 +103,9 @@ def broadcast_multigpu(
     g = member_of(group, "broadcast_multigpu")
     if g is None:
         return None
-    return _several().broadcast(g, tensor_list, group_rank(g, "src", src, None), src_tensor, async_op)
+    with g.preparing("broadcast_multigpu"):
+        root = group_rank(g, "src", src, None)
+    return _several().broadcast(g, tensor_list, root, src_tensor, async_op)
 
 
 @overload

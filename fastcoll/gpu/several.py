@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,19 +31,35 @@ from .runtime import runtime, waited_stream
 from .streams import StreamScope
 
 
-def all_reduce(group: ProcessGroup, tensors: Sequence[Any], op: ReduceOp, async_op: bool) -> Any:
+def _collective(prepare: Callable[..., Callable[[], Any]]) -> Callable[..., Any]:
+    """Return a function that makes the call that `prepare` returns; wrong arguments are refused on all ranks."""
+
+    @wraps(prepare)
+    def call(group: ProcessGroup, *arguments: Any) -> Any:
+        with group.preparing(f"{prepare.__name__}_multigpu"):
+            prepared = prepare(group, *arguments)
+        return prepared()
+
+    return call
+
+
+@_collective
+def all_reduce(
+    group: ProcessGroup, tensors: Sequence[Any], op: ReduceOp, async_op: bool
+) -> Callable[[], Any]:
     if _length("tensor_list", tensors) == 1:
-        return group.fast.all_reduce(tensors[0], op, async_op)
+        return partial(group.fast.all_reduce, tensors[0], op, async_op)
     return _reduced(group, "all_reduce", tensors, None, op, 0, async_op)
 
 
+@_collective
 def reduce(
     group: ProcessGroup, tensors: Sequence[Any], root: int, op: ReduceOp, index: int, async_op: bool
-) -> Any:
+) -> Callable[[], Any]:
     root = group.checked_rank("root", root)
     index = _index("dst_tensor", index, _length("tensor_list", tensors))
     if len(tensors) == 1:
-        return group.fast.reduce(tensors[0], root, op, async_op)
+        return partial(group.fast.reduce, tensors[0], root, op, async_op)
     return _reduced(group, "reduce", tensors, [index] * (group.rank == root), op, root, async_op)
 
 
@@ -54,7 +71,7 @@ def _reduced(
     op: ReduceOp,
     root: int,
     async_op: bool,
-) -> Any:
+) -> Callable[[], Any]:
     mine = Several(group, tensors, "tensor_list", written)
     total, outputs = mine.room(mine.arrays[0].size), mine.written
     # On the host `fold` applies PREMUL_SUM's factor, so the group's call must not.
@@ -66,7 +83,7 @@ def _reduced(
         for out in outputs:
             mover.copy(out.array, total)
 
-    return mine.run(
+    return mine.prepare(
         f"{kind}_multigpu",
         lambda mover: mover.fold(total, mine.arrays, op),
         Operation(kind, (total,), (total,), left, root),
@@ -76,11 +93,14 @@ def _reduced(
     )
 
 
-def broadcast(group: ProcessGroup, tensors: Sequence[Any], root: int, index: int, async_op: bool) -> Any:
+@_collective
+def broadcast(
+    group: ProcessGroup, tensors: Sequence[Any], root: int, index: int, async_op: bool
+) -> Callable[[], Any]:
     root = group.checked_rank("root", root)
     index = _index("src_tensor", index, _length("tensor_list", tensors))
     if len(tensors) == 1:
-        return group.fast.broadcast(tensors[0], root, async_op)
+        return partial(group.fast.broadcast, tensors[0], root, async_op)
     here = group.rank == root
     mine = Several(group, tensors, "tensor_list", [k for k in range(len(tensors)) if not here or k != index])
     value = mine.room(mine.arrays[0].size)
@@ -94,12 +114,13 @@ def broadcast(group: ProcessGroup, tensors: Sequence[Any], root: int, index: int
             mover.copy(out.array, value)
 
     operation = Operation("broadcast", (value,), (value,), root=root)
-    return mine.run("broadcast_multigpu", before, operation, after, mine.written, async_op)
+    return mine.prepare("broadcast_multigpu", before, operation, after, mine.written, async_op)
 
 
+@_collective
 def all_gather(
     group: ProcessGroup, lists: Sequence[Sequence[Any]], tensors: Sequence[Any], async_op: bool
-) -> Work | None:
+) -> Callable[[], Any]:
     many = _length("input_tensor_list", tensors)
     if len(lists) != many:
         raise UsageError(f"output_tensor_lists has {len(lists)} lists for {many} input tensors")
@@ -127,7 +148,7 @@ def all_gather(
 
     operation = Operation("all_gather", tuple(ranks), (ranks[group.rank],), parts=(size,) * many)
     written = [out for outputs in outs for out in outputs]
-    return mine.run("all_gather_multigpu", before, operation, after, written, async_op)
+    return mine.prepare("all_gather_multigpu", before, operation, after, written, async_op)
 
 
 def _length(what: str, tensors: Any) -> int:
@@ -236,7 +257,7 @@ class Several:
             return np.empty(size, x.dtype)
         return scratch(size, x.dtype, x.device, x.stream, x.owner)
 
-    def run(
+    def prepare(
         self,
         name: str,
         before: Part,
@@ -244,8 +265,8 @@ class Several:
         after: Part,
         outputs: Sequence[ImportedArray],
         async_op: bool,
-    ) -> Work | None:
-        """Execute a call.
+    ) -> Callable[[], Work | None]:
+        """Prepare a call, and return the function that makes it.
 
         Args:
             before, after: the local parts before and after the group's call; only `after` writes `outputs`.
@@ -259,7 +280,7 @@ class Several:
         inner = self._group.planned(operation)
         ends = _Ends(first, after, outputs)
         if isinstance(inner, StreamCall):
-            return self._group.run(name, inner, [ends], async_op)
+            return partial(self._group.run, name, inner, [ends], async_op)
 
         def call() -> None:
             if self.on_host:
@@ -270,7 +291,7 @@ class Several:
             else:
                 ends.now()
 
-        return self._group.run(name, call, outputs, async_op)
+        return partial(self._group.run, name, call, outputs, async_op)
 
 
 def check_alike(what: str, items: Sequence[ImportedArray], y: Any, other: str) -> None:

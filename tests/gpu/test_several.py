@@ -80,7 +80,9 @@ class Queued(StreamCall):
         stream = self.carrier.staging.stream(0, "up")
         for owner in owners:
             owner.unpack(stream)
-        return fastcoll.Work(name)
+        work = fastcoll.Work(name)
+        work.complete()
+        return work
 
     def __call__(self):
         raise AssertionError("started by the group")
@@ -89,12 +91,11 @@ class Queued(StreamCall):
 @pytest.fixture(
     params=["host", *(pytest.param(f"simulated-{kind}", marks=SIMULATED) for kind in ("1", "2", "queueing"))]
 )
-def place(request, monkeypatch) -> Iterator[Place]:
+def place(request) -> Iterator[Place]:
     """The kind of memory of the arrays."""
     if request.param == "host":
         yield Place(None, 1)
         return
-    monkeypatch.setattr(fastcoll.Work, "wait", lambda work: True)
     fake = FakeRuntime(devices=2)
     with fake.installed():
         queueing = request.param.endswith("queueing")
@@ -207,7 +208,12 @@ def test_streams_of_all_arrays_are_followed_and_wait(place):
 def test_wrong_calls(place):
     put = place.put
     with place.groups(2) as made:
-        g = made[0]
+
+        def check_refused(call, arguments, kind, message):
+            for error in everybody(made, lambda g: call(g, *arguments, False)):
+                assert isinstance(error, kind)
+                assert message in str(error)
+
         x, y = np.ones(3), np.ones(3)
         total, both = ReduceOp.SUM, [put(x), put(y)]
         for call, arguments, message in (
@@ -219,11 +225,9 @@ def test_wrong_calls(place):
             (several.all_gather, ([[put(x)]], both), "1 lists for 2"),
             (several.all_gather, ([[put(x)] * 3] * 2, both), "must have 4 arrays"),
         ):
-            with pytest.raises(UsageError, match=message):
-                call(g, *arguments, False)
+            check_refused(call, arguments, UsageError, message)
         if place.fake is not None:
-            with pytest.raises(ArrayError, match="both be on GPUs"):
-                several.all_reduce(g, [put(x), y], ReduceOp.SUM, False)
+            check_refused(several.all_reduce, ([put(x), y], total), ArrayError, "both be on GPUs")
         xs = [[np.full(3 + r, 1.0) for _ in range(2)] for r in range(2)]
         results = everybody(made, lambda g: several.all_reduce(g, [*map(put, xs[g.rank])], total, False))
         assert [type(result) for result in results] == [MismatchError] * 2
@@ -248,3 +252,23 @@ def test_the_public_functions(rank, world_size):
     )
     work.wait()
     assert all([out[0] for out in mine] == [0, 1, 2, 3] for mine in outs)
+
+
+@pytest.mark.ranks(2)
+def test_wrong_arguments_are_refused_on_all_ranks(rank, world_size):
+    pair = fastcoll.new_group([0, 1], sort_ranks=False)
+    xs = [np.ones(3), np.ones(3 + rank)]  # rank 1's differ in size
+    for name, call in (
+        ("all_reduce", lambda: fastcoll.all_reduce_multigpu(xs)),
+        (
+            "reduce",
+            lambda: fastcoll.reduce_multigpu(
+                xs[:1], 5 * rank, group=fastcoll.new_group([1, 0], sort_ranks=False)
+            ),
+        ),
+        ("broadcast", lambda: fastcoll.broadcast_multigpu(xs[:1], 0, group=pair, src_tensor=rank)),
+        ("all_gather", lambda: fastcoll.all_gather_multigpu([[np.ones(3) for _ in range(2 + rank)]], xs[:1])),
+    ):
+        error, text = (UsageError, None) if rank else (MismatchError, f"rank 1's {name}_multigpu was refused")
+        with pytest.raises(error, match=text):
+            call()
