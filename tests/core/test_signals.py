@@ -25,8 +25,12 @@ def alarm():
 
     def ring(function, once, path=None, at_once=False):
         results: list[object] = []
+        begun = threading.Event()
 
         def handle(*_):
+            if begun.is_set():
+                return
+            begun.set()
             try:
                 results.append(function())
             except dist.FastcollError as error:
@@ -41,6 +45,10 @@ def alarm():
             signal.pthread_kill(main, signal.SIGALRM)
             if at_once:
                 path.touch()
+                return
+            # A signal that comes just before the thread sleeps in a lock does not end the sleep, so send it again.
+            while not begun.wait(0.1) and not over.is_set():
+                signal.pthread_kill(main, signal.SIGALRM)
 
         signal.signal(signal.SIGALRM, handle)
         senders.append(threading.Thread(target=send))
