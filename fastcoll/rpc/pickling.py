@@ -171,7 +171,8 @@ def context_for(to: WorkerInfo) -> bytes:
     """Return the pickled values of all contexts for a call to a worker; empty if no context has a value."""
     if not contexts:
         return b""
-    values = {module: context.encode(to) for module, context in contexts.items()}
+    # Iterate over a copy: another thread may import a module that adds its context.
+    values = {module: context.encode(to) for module, context in list(contexts.items())}
     values = {module: value for module, value in values.items() if value is not None}
     return pickle.dumps(values) if values else b""
 

@@ -23,6 +23,7 @@ from together import together
 
 import fastcoll
 from fastcoll import AbortedError, RemoteError, RpcTimeoutError, UnavailableError, UsageError, config, rpc
+from fastcoll.rpc import pickling
 from fastcoll.rpc.agent import Agent
 from fastcoll.rpc.wire import INLINE, MessageType, RpcMessage, encode
 from fastcoll.system.processes import Member
@@ -279,6 +280,18 @@ def test_a_timeout_before_the_worker_is_reached(ends: Any) -> None:
     dialing.append(lambda end: until(lambda: time.monotonic() > end))
     with pytest.raises(RpcTimeoutError, match=r"not answered by far .* within 0.05 s"):
         agent.call("far", 1, None, timeout=0.05).wait(LIMIT)
+
+
+def test_a_context_may_be_added_while_a_call_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Context:
+        """While a thread encodes its value, another thread imports a module that adds a context."""
+
+        def encode(self, to: rpc.WorkerInfo) -> bytes:
+            pickling.contexts["added"] = self
+            return b"value"
+
+    monkeypatch.setattr(pickling, "contexts", {"first": Context()})
+    assert pickle.loads(pickling.context_for(rpc.WorkerInfo("w1", 1))) == {"first": b"value"}
 
 
 def test_a_late_answer_is_read_without_a_waiting_thread(ends: Any) -> None:
