@@ -104,7 +104,7 @@ class Readers:
         self._threads: set[threading.Thread] = set()
         self._idle = 0
         self._begun = self._seen = 0  # number of tasks begun; the value of `_begun` when the timer last fired
-        self._is_closed = self._is_eager = False
+        self._is_closed = self._is_eager = self._has_warned = False
         for _ in range(2):
             self._start()
 
@@ -322,7 +322,11 @@ class Readers:
             if self._is_closed:
                 return
             self._threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            self._threads.discard(thread)
+            raise
 
     def _run(self) -> None:
         _this_thread.readers = self
@@ -352,7 +356,12 @@ class Readers:
                 self._idle -= 1
                 needed = not self._idle and not self._is_closed
         if needed:
-            self._start()
+            try:
+                self._start()
+            except RuntimeError as error:  # the limit of threads is reached; the next event tries again
+                if not self._has_warned:
+                    self._has_warned = True
+                    _log.warning("calls of other workers wait until handlers end: %s", error)
         if event is Signal.TIMER:
             self._end_stuck()
         elif event is not None and event is not Signal.WAKE:
@@ -378,7 +387,11 @@ class Readers:
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(max(until - time.monotonic(), 0.0))
         if self._tasks:
-            threading.Thread(target=self._work_off, args=(None,), name="fastcoll-rpc", daemon=True).start()
+            last = threading.Thread(target=self._work_off, args=(None,), name="fastcoll-rpc", daemon=True)
+            try:
+                last.start()
+            except RuntimeError:  # the limit of threads is reached, or the program is at its end
+                self._work_off(None)
 
     def close_inherited(self) -> None:
         """In a child process made by fork, where none of the threads exist: close the descriptors."""

@@ -129,6 +129,35 @@ def test_tasks_run_when_all_threads_are_in_handlers():
         readers.close(LIMIT)
 
 
+def test_calls_are_handled_while_no_thread_can_be_started(monkeypatch, caplog):
+    free, handled, last = threading.Event(), threading.Semaphore(0), threading.Event()
+
+    def handle(message):
+        if message == b"w":
+            free.wait(LIMIT)
+        handled.release()
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    readers, source = Readers(2, False), Pair(handle)
+    with watched(readers, source):
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        source.near.send(b"w")  # one of the two threads is in a handler until the end
+        for _ in range(3):
+            source.near.send(b"1")
+            assert handled.acquire(timeout=LIMIT)
+        assert [record.getMessage() for record in caplog.records] == [
+            "calls of other workers wait until handlers end: can't start new thread"
+        ]
+        monkeypatch.setattr(readers, "_wake_one", lambda: None)
+        readers._tasks.append(last.set)
+        readers.close(0.0)
+        assert last.is_set()
+        monkeypatch.undo()
+        free.set()
+
+
 def test_a_removed_link_does_not_affect_a_link_that_reuses_its_descriptor():
     over = threading.Event()
     readers, gone, source = Readers(2, False), Pair(None), Pair(lambda message: over.set())
