@@ -188,12 +188,12 @@ class References:
         return value
 
     def _was_made(self, ref: Reference, made: Future[None]) -> None:
-        """If the owner could not unpickle the call that makes a value, send it the error.
+        """If the call that makes a value was not sent, or the owner could not unpickle it, send the owner the error.
 
         Calls that wait on the owner for the value then raise this error.
         """
-        error = made.exception()
-        if error is not None and not isinstance(error, (RpcTimeoutError, GroupError)):
+        error, was_sent = made.exception(), made.answer is not None or ref.owner == self._me
+        if error is not None and not (was_sent and isinstance(error, (RpcTimeoutError, GroupError))):
             self.todo.put(
                 (ref.owner, _FAILED, (tuple(ref), pickling.pickled_error(error), message_of(error)))
             )

@@ -26,7 +26,7 @@ import fastcoll
 from fastcoll import AbortedError, PeerDiedError, RpcTimeoutError, UsageError, rpc
 from fastcoll.rpc import references
 from fastcoll.rpc.references import References
-from rpc.victims import LIMIT, die, let
+from rpc.victims import LIMIT, die, let, until
 
 ended: queue.SimpleQueue[Any] = queue.SimpleQueue()  # on each worker: the names of the values that ended
 seen: list[str] = []  # the names that were taken out of `ended`
@@ -238,6 +238,24 @@ def test_time_limits() -> None:
     rpc.rpc_sync("w1", go_on, args=(2,))
     go_on()
     assert (slow.to_here(), own.to_here(), own.local_value()) == (2, 3, 3)
+
+
+@run_by_worker_0(2)
+def test_an_rref_ends_although_its_owner_was_not_reached_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: Any) -> None:
+        raise RpcTimeoutError("worker w1 was not reached in time")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rpc.agent.current_agent(), "_dial", late)
+        rref = rpc.remote("w1", Value, ("never",))
+    with pytest.raises(RpcTimeoutError, match=r"remote\(\) timed out"):
+        rref.to_here()
+    with pytest.raises(RpcTimeoutError, match="w1 was not reached in time"):
+        rpc.rpc_sync("w1", local_name, (rref,))
+    del rref
+    references = References.current
+    assert references is not None
+    until(references._ledger.is_settled)
 
 
 @run_by_worker_0(3)
