@@ -23,6 +23,7 @@ from ..errors import (
     GroupError,
     NotInitializedError,
     PeerDiedError,
+    ResourceError,
     RpcTimeoutError,
     UsageError,
     message_of,
@@ -245,12 +246,17 @@ class References:
             item = self.todo.get()
 
     def _notify(self, to: int, kind: int, payload: Any) -> None:
-        try:
-            # `connect` raises if the worker is gone; `notify` does not.
-            self.agent.connect(self.agent.workers[to])
-            self.agent.notify(to, kind, payload)
-        except FastcollError as error:
-            self._died(to, error)
+        while True:
+            try:
+                # `connect` raises if the worker is gone or cannot be reached; `notify` does not.
+                self.agent.connect(self.agent.workers[to])
+                self.agent.notify(to, kind, payload)
+                return
+            except ResourceError:  # this process lacks descriptors or ports, perhaps not for long
+                time.sleep(_MOMENT_SECONDS)
+            except FastcollError as error:
+                self._died(to, error)
+                return
 
     def _died(self, worker: int, error: FastcollError) -> None:
         self._gone.setdefault(worker, error)

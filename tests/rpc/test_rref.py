@@ -23,7 +23,7 @@ import pytest
 from together import together
 
 import fastcoll
-from fastcoll import AbortedError, PeerDiedError, RpcTimeoutError, UsageError, rpc
+from fastcoll import AbortedError, PeerDiedError, ResourceError, RpcTimeoutError, UsageError, rpc
 from fastcoll.rpc import references
 from fastcoll.rpc.references import References
 from rpc.victims import LIMIT, die, let, until
@@ -152,6 +152,10 @@ def unwrap(rref: Any) -> Any:
     return rref.to_here().number
 
 
+def made_on(worker: str, name: str) -> Any:
+    return rpc.remote(worker, Value, (name,))
+
+
 def boom(number: int) -> None:
     raise ValueError(f"boom {number}")
 
@@ -256,6 +260,27 @@ def test_an_rref_ends_although_its_owner_was_not_reached_in_time(monkeypatch: py
     references = References.current
     assert references is not None
     until(references._ledger.is_settled)
+
+
+@run_by_worker_0(3)
+def test_a_value_stays_while_descriptors_are_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker 0 cannot connect to worker 2 at first, to which it has to send that it holds an RRef."""
+    failed, agent = threading.Event(), rpc.agent.current_agent()
+    dial = agent._dial
+
+    def dial_later(to: int, until: float) -> Any:
+        if to == 2 and not failed.is_set():
+            failed.set()
+            raise ResourceError("no file descriptor is left")
+        return dial(to, until)
+
+    monkeypatch.setattr(agent, "_dial", dial_later)
+    rref = rpc.rpc_sync("w1", made_on, ("w2", "kept"))
+    assert failed.wait(LIMIT)
+    assert rref.to_here() == Copy("kept", 0)
+    assert rpc.rpc_sync("w2", local_name, (rref,)) == "kept"
+    del rref
+    rpc.rpc_sync("w2", await_end, ("kept",))
 
 
 @run_by_worker_0(3)
