@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ..core import future as core
-from ..core.work import ENDLESS, Timeout, seconds
-from ..errors import RpcError, RpcTimeoutError, UsageError, message_of
+from ..core.work import ENDLESS, Timeout, forks, seconds
+from ..errors import AbortedError, RpcError, RpcTimeoutError, UsageError, message_of
 from .link import Link
 from .readers import Readers, before_blocking
 
@@ -25,10 +26,11 @@ class Future(core.Future[T]):
         2432902008176640000
     """
 
-    __slots__ = ("answer",)
+    __slots__ = ("_forks", "answer")
 
     def __init__(self, *, devices: Any = None) -> None:
         super().__init__()
+        self._forks = forks()
         # Where the result's message arrives: readers, link, number of the call, deadline. None: the result is local.
         self.answer: tuple[Readers, Link, int, float] | None = None
 
@@ -46,6 +48,10 @@ class Future(core.Future[T]):
         return following
 
     def await_end(self, timeout: Timeout) -> None:
+        if self._forks != forks():
+            raise AbortedError(
+                f"{self} is not done in the process from which process {os.getpid()} was forked; wait for it there"
+            )
         limit = seconds(timeout, ENDLESS)
         until = time.monotonic() + limit
         if self.answer is None:

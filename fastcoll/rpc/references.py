@@ -83,6 +83,11 @@ class References:
         values, self._values, self._expected = [self._values, self._expected], {}, {}
         del values
 
+    def close_inherited(self) -> None:
+        """In a child process made by fork: refuse all uses of RRefs, because other threads may hold the lock here."""
+        self.is_closed = True
+        References.current = None
+
     # ---- RRefs of this worker --------------------------------------------------------------------------------------
 
     def own(self, value: Any) -> Reference:

@@ -161,7 +161,9 @@ class RRef(Generic[T]):
 
     def _check(self, doing: str) -> None:
         if self._references.is_closed:
-            raise NotInitializedError(f"{doing}() of {self}: rpc was shut down, and all RRefs ended with it")
+            raise NotInitializedError(
+                f"{doing}() of {self}: rpc was shut down, or this process was forked, and all RRefs ended with it"
+            )
         if self._made is not None and self._made.done() and (error := self._made.exception()):
             if isinstance(error, RpcTimeoutError):
                 raise RpcTimeoutError(

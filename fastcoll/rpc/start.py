@@ -327,6 +327,7 @@ def _drop_inherited() -> None:
     set_current(None)
     if running is not None:
         _exit_hook.take_back()
+        running.references.close_inherited()
         running.agent.close_inherited()
 
 

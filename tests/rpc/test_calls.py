@@ -8,6 +8,7 @@ import operator
 import os
 import pickle
 import select
+import signal
 import socket
 import threading
 import time
@@ -25,6 +26,7 @@ import fastcoll
 from fastcoll import AbortedError, RemoteError, RpcTimeoutError, UnavailableError, UsageError, config, rpc
 from fastcoll.rpc import pickling
 from fastcoll.rpc.agent import Agent
+from fastcoll.rpc.references import References
 from fastcoll.rpc.wire import INLINE, MessageType, RpcMessage, encode
 from fastcoll.system.processes import Member
 from rpc.victims import LIMIT, until
@@ -512,6 +514,31 @@ def test_a_child_of_fork_is_no_worker(worker: int, world_size: int) -> None:
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert rpc.rpc_sync(next_of(worker, world_size), operator.add, args=(1, 2)) == 3
+
+
+@pytest.mark.ranks(2)
+def test_a_child_of_fork_gets_neither_answers_nor_values(worker: int, world_size: int) -> None:
+    to = next_of(worker, world_size)
+    pending, rref, own = rpc.rpc_async(to, hold), rpc.remote(to, operator.add, (1, 2)), rpc.RRef(3)
+    assert rref.to_here() == 3
+    references = References.current
+    assert references is not None
+    with references._lock:  # as another thread may, at the moment of the fork
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(math.ceil(LIMIT))
+            try:
+                with pytest.raises(AbortedError, match="wait for it there"):
+                    pending.wait()
+                for use in (rref.to_here, own.to_here, own.local_value):
+                    with pytest.raises(fastcoll.NotInitializedError, match="was forked"):
+                        use()
+                os._exit(0)
+            finally:
+                os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    rpc.rpc_sync(to, let_go, args=(1,))
+    assert pending.wait(LIMIT)
 
 
 def test_init_rpc_without_any_settings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
