@@ -409,8 +409,7 @@ class Agent:
         elif link.exit_reason is not None:
             error = AbortedError(f"worker {worker.name}, {member}, {link.exit_reason}", [worker.id])
         elif link.fault is not None:
-            why = f"sent a message that cannot be read: {link.fault}; the connection is closed"
-            error = AbortedError(f"worker {worker.name}, {member}, {why}", [worker.id])
+            error = AbortedError(f"worker {worker.name}, {member}, {link.fault}", [worker.id])
         else:
             error = PeerDiedError(f"worker {worker.name}, {member}, died", [worker.id])
         with self._lock:

@@ -46,7 +46,7 @@ class Link:
         pending: the calls over this link that are not answered yet, by number.
         abandoned: the numbers of calls that timed out; their answers are still read.
         exit_reason: why the peer left, once its GOODBYE (wire.py) has arrived.
-        fault: why a message of the peer cannot be read, once one has arrived.
+        fault: why the link ended, if not because of the peer's end: a message that cannot be read, or an interrupt.
         armed: the events of this link that the readers' poller reports (polling.py); 0: none.
         ring: shared memory for large buffers, once both sides have mapped it.
     """
@@ -109,7 +109,9 @@ class Link:
                     return
                 steps = self._steps(memoryview(start)[sent:], large, ring)
                 is_left = not self._run_steps(steps, until)
-            except BaseException:
+            except BaseException as error:
+                if not isinstance(error, OSError):
+                    self.fault = _interrupted(error)
                 self.shut()  # the peer may have received a part of the message
                 raise
         finally:
@@ -274,8 +276,13 @@ class Link:
         except BaseException as error:
             self._is_broken = True  # this message is lost; the messages before it are still handled
             if isinstance(error, MessageError):
-                self.fault = str(error)
+                self.fault = f"sent a message that cannot be read: {error}; the connection is closed"
                 self.send_goodbye(f"could not read a message and closed the connection: {error}")
+            elif not isinstance(error, OSError):
+                self.fault = _interrupted(error)
+                self.send_goodbye(
+                    f"closed the connection, because {type(error).__name__} interrupted a message"
+                )
             self.shut()
             if not isinstance(error, Exception):  # Ctrl-C: raise it, and let other threads run the tasks
                 for task in tasks:
@@ -334,3 +341,8 @@ class Link:
         ring, self.ring, self._offered = self.ring or self._offered, None, None
         if ring is not None:
             ring.close()
+
+
+def _interrupted(error: BaseException) -> str:
+    """Return the `fault` of a link that `error`, such as Ctrl-C, has ended in the middle of a message."""
+    return f"is no longer connected, because {type(error).__name__} interrupted a message here"

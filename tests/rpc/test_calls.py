@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -346,6 +347,22 @@ def test_a_sender_that_notices_the_end_first_gets_the_exit_reason(ends: Any) -> 
     for call in calls:
         with pytest.raises(AbortedError, match=r"worker far, .* left"):
             call.wait(LIMIT)
+
+
+def test_an_interrupted_message_is_not_taken_for_the_workers_death(
+    ends: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, _, far, _ = ends
+    call = agent.call("far", 1, None, waits=True)
+    monkeypatch.setattr(agent._out[1], "_received", Mock(side_effect=KeyboardInterrupt))
+    far.sendall(encode(RpcMessage(MessageType.RESULT, 0, 1, pickle.dumps(1)))[0])
+    with pytest.raises(KeyboardInterrupt):
+        call.wait(LIMIT)
+    for waiting in (call, agent.call("far", 1, None)):
+        with pytest.raises(
+            AbortedError, match=r"worker far, .* KeyboardInterrupt interrupted a message here"
+        ):
+            waiting.wait(LIMIT)
 
 
 @rpc.functions.async_execution

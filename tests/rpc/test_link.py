@@ -86,7 +86,10 @@ def test_both_ends_learn_that_a_message_is_unreadable(ends: Any, caplog: pytest.
     far.send(HEADER.pack(0, 2, 0, 0, 0, 99, 0, 0))
     with link.reading:
         assert link.receive() is None
-    assert link.fault == "there is no message type 99"
+    assert (
+        link.fault
+        == "sent a message that cannot be read: there is no message type 99; the connection is closed"
+    )
     (record,) = caplog.records
     assert record.exc_info is None
     assert "a message from w1 (rank 1) cannot be read: there is no message type 99" in record.message
@@ -94,7 +97,7 @@ def test_both_ends_learn_that_a_message_is_unreadable(ends: Any, caplog: pytest.
     assert goodbye.type == MessageType.GOODBYE
     assert (
         bytes(goodbye.pickled)
-        == b"could not read a message and closed the connection: " + link.fault.encode()
+        == b"could not read a message and closed the connection: there is no message type 99"
     )
     assert not far.recv(1)
 
@@ -174,6 +177,20 @@ def test_an_interrupt_in_the_middle_of_a_message_closes_the_connection(ends: Any
     assert far.recv(1 << 10)
     assert not far.recv(1), "it is open, and the rest never comes"
     assert not link._sending.locked()
+    assert link.fault == "is no longer connected, because KeyboardInterrupt interrupted a message here"
+
+
+def test_an_interrupt_of_the_reading_thread_is_the_reason_at_both_ends(ends: Any) -> None:
+    link, far, *_ = ends
+    link._received = Mock(side_effect=KeyboardInterrupt)
+    far.send(encode(RpcMessage(MessageType.RESULT, 0, 1, b"x"))[0])
+    with link.reading, pytest.raises(KeyboardInterrupt):
+        link.receive()
+    assert link.fault == "is no longer connected, because KeyboardInterrupt interrupted a message here"
+    (goodbye,) = messages_in(far.recv(1 << 10))
+    assert goodbye.type == MessageType.GOODBYE
+    assert bytes(goodbye.pickled) == b"closed the connection, because KeyboardInterrupt interrupted a message"
+    assert not far.recv(1)
 
 
 def test_a_link_closes_although_an_interrupt_left_its_lock_locked(
