@@ -350,6 +350,11 @@ class _Run:
 
     def _join_queue(self) -> JoinQueue:
         if self._found is None:
-            self._found = JoinQueue(self._address, _STORE_SECONDS)
-            self._found.open()
+            found = JoinQueue(self._address, _STORE_SECONDS)
+            try:
+                found.open()
+            except BaseException:
+                found.close()
+                raise
+            self._found = found
         return self._found

@@ -15,6 +15,7 @@ from elastic.crowd import Crowd
 from elastic.members import LONG, SHORT, Course, expected
 from fastcoll import UsageError, config, elastic
 from fastcoll.elastic import growth, training
+from fastcoll.errors import StoreTimeoutError
 
 STEPS = 30  # of three epochs
 UNTIL_ENOUGH = Course(epochs=10**9, seconds=0.001)
@@ -283,6 +284,36 @@ def test_after_a_failed_attempt_joiners_are_admitted_one_by_one(monkeypatch: pyt
     train(elastic.State(step=0))
     dist.destroy_process_group()
     assert offered == [[7, 8, 9], [7], [7, 8, 9]]
+
+
+def test_a_queue_that_could_not_be_opened_is_opened_at_the_next_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An earlier run has shut it, and joiners take a shut queue for the job's end."""
+    calls: list[str] = []
+
+    class Slow(Waiting):
+        def open(self) -> None:
+            calls.append("open")
+            if calls == ["open"]:
+                raise StoreTimeoutError("the store is slow")
+
+        def close(self) -> None:
+            calls.append("close")
+
+        def ready(self) -> tuple[list[int], bool]:
+            calls.append("ready")
+            return [], False
+
+    monkeypatch.setattr(training, "JoinQueue", Slow)
+
+    @elastic.run(store="nowhere:1")
+    def train(state: Any) -> None:
+        state.commit()
+
+    train(elastic.State(step=0))
+    dist.destroy_process_group()
+    assert calls == ["open", "close", "open", "ready", "close"]
 
 
 def test_the_store_as_an_argument() -> None:
