@@ -197,9 +197,10 @@ class RankProcess:
 
     def close(self) -> None:
         """Relay what the streams still hold, and close them."""
-        for relay in (self.out, self.err):
-            with contextlib.suppress(BrokenPipeError):
-                relay.finish()
+        with contextlib.ExitStack() as closing:
+            for relay in (self.err, self.out):  # in reverse order
+                closing.enter_context(contextlib.suppress(BrokenPipeError))
+                closing.callback(relay.finish)
 
 
 def follows(lines: str) -> bool:

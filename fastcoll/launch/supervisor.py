@@ -380,9 +380,10 @@ class Supervisor:
                 from ..shm.segment import sweep  # imports NumPy, and is rarely needed
 
                 sweep()
-            self._selector.close()
-            for rank in self.ranks:
-                rank.close()
+            with contextlib.ExitStack() as closing:  # a sink of `run` may raise
+                for rank in reversed(self.ranks):
+                    closing.callback(rank.close)
+                closing.callback(self._selector.close)
 
     def _adopted(self) -> set[int]:
         """Return the pids of the processes that have outlived their ranks and are now children of this launcher."""

@@ -127,6 +127,20 @@ def test_a_rank_that_cannot_be_watched_is_not_left_running(monkeypatch: pytest.M
     assert {*os.listdir("/proc/self/fd")} <= {*descriptors}
 
 
+def test_a_failing_stdout_of_the_caller_is_raised_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Full(io.TextIOBase):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    descriptors = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(sys, "stdout", Full())
+    with pytest.raises(OSError, match="No space left on device"):
+        dist.run(lambda: print("x\n" * (1 << 19)), 2)
+    assert {*os.listdir("/proc/self/fd")} <= {*descriptors}
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
