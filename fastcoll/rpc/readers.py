@@ -286,6 +286,7 @@ class Readers:
                 if lease.is_over:
                     return
                 lease.is_over = True
+                self._leases.discard(lease)  # else the timer would fire until the handler ends
                 self.poller.arm(lease.link, READ)
             finally:
                 lease.link.reading.release()

@@ -87,6 +87,29 @@ def test_a_timer_started_while_its_event_is_handled_is_not_lost():
         assert over.wait(LIMIT)
 
 
+def test_the_timer_stops_while_a_long_handler_runs():
+    came, free, stopped = threading.Event(), threading.Event(), threading.Event()
+
+    def handle(message):
+        came.set()
+        free.wait(LIMIT)
+
+    readers, source = Readers(2, False), Pair(handle)
+    end_stuck = readers._end_stuck
+
+    def note():
+        end_stuck()
+        if came.is_set() and not readers.poller._timer_runs:
+            stopped.set()
+
+    readers._end_stuck = note
+    with watched(readers, source):
+        source.near.send(b"w")
+        assert stopped.wait(LIMIT)
+        assert not readers._leases
+        free.set()
+
+
 def test_a_call_made_while_the_link_is_rearmed_is_answered():
     over = threading.Event()
 
