@@ -65,7 +65,7 @@ class Agent:
     Args:
         members: the processes of the workers, in the same order.
         dial: called with a worker's id and a deadline; returns a connection to that worker. It raises RpcTimeoutError
-            at the deadline, and may raise RendezvousError or PeerDiedError before.
+            at the deadline, and may raise another FastcollError before: that of `check_open`, if the agent is closed.
         timeout: default timeout of calls in seconds.
         spare: how many idle threads are kept.
     """
@@ -132,6 +132,11 @@ class Agent:
         """
         self._shutdown_callbacks.append(callback)
 
+    def check_open(self) -> None:
+        """Raise the error that `close` was called with, if it was called."""
+        if self._closed is not None:
+            raise anew(self._closed)
+
     def find(self, worker: Worker) -> WorkerInfo:
         """Return the worker with a name, an id or a WorkerInfo.
 
@@ -168,8 +173,7 @@ class Agent:
         Raises:
             UsageError: there is no such worker, or `payload` cannot be pickled.
         """
-        if self._closed is not None:
-            raise anew(self._closed)
+        self.check_open()
         to = self.find(worker)
         limit = self.timeout if timeout is None else seconds(timeout, 0.0)
         limit = (self.timeout if limit < 0 else limit) or ENDLESS

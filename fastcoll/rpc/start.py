@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
@@ -226,9 +226,12 @@ def _start(name: str, rank: int, size: int, options: RpcBackendOptions) -> _Runn
         workers = [WorkerInfo(each, number) for number, each in enumerate(names)]
 
         def dial(to: int, until: float) -> Any:
-            joined.wait(limit)
-            return _dialed(rosters[0], members, workers[to], until)
+            if not joined.wait(max(until - time.monotonic(), 0.0)):
+                raise RpcTimeoutError(f"worker {workers[to].name} was not reached in time: {doing}")
+            agent.check_open()  # it is closed if joining has failed
+            return _dialed(rosters[0], members, workers[to], until, agent.check_open)
 
+        undo.callback(joined.set)
         agent = Agent(workers, members, found.rank, dial, options.rpc_timeout, options.num_worker_threads)
         undo.callback(agent.close, "left", AbortedError("init_rpc failed"))
         undo.callback(set_current, None)
@@ -287,12 +290,20 @@ def _check_names(names: Sequence[str], members: Sequence[Member]) -> None:
             )
 
 
-def _dialed(roster: Roster, members: Sequence[Member], to: WorkerInfo, until: float) -> Any:
+def _dialed(
+    roster: Roster,
+    members: Sequence[Member],
+    to: WorkerInfo,
+    until: float,
+    check_open: Callable[[], None],
+) -> Any:
     """Connect to a worker.
 
     Raises:
         PeerDiedError: it is gone.
         RpcTimeoutError: it was not reached by the time `until`.
+
+    Also raises what `check_open` raises, which is called about every 50 ms.
     """
     place, member = roster.places[to.id], members[to.id]
     dial = Dial(
@@ -305,6 +316,7 @@ def _dialed(roster: Roster, members: Sequence[Member], to: WorkerInfo, until: fl
     )
 
     def look() -> None:
+        check_open()
         if time.monotonic() > until:
             raise RpcTimeoutError(f"worker {to.name}, {member}, was not reached in time: {dial.reason}")
         since = dial.refused_since

@@ -24,8 +24,17 @@ import pytest
 from together import together
 
 import fastcoll
-from fastcoll import AbortedError, RemoteError, RpcTimeoutError, UnavailableError, UsageError, config, rpc
-from fastcoll.rpc import pickling
+from fastcoll import (
+    AbortedError,
+    RemoteError,
+    RendezvousError,
+    RpcTimeoutError,
+    UnavailableError,
+    UsageError,
+    config,
+    rpc,
+)
+from fastcoll.rpc import pickling, start
 from fastcoll.rpc.agent import Agent
 from fastcoll.rpc.references import References
 from fastcoll.rpc.wire import INLINE, MessageType, RpcMessage, encode
@@ -556,6 +565,60 @@ def test_a_child_of_fork_gets_neither_answers_nor_values(worker: int, world_size
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     rpc.rpc_sync(to, let_go, args=(1,))
     assert pending.wait(LIMIT)
+
+
+def call_back() -> Any:
+    return rpc.rpc_sync("w0", os.getpid, timeout=0)
+
+
+@pytest.mark.ranks(2)
+def test_a_call_of_a_worker_whose_init_rpc_fails_ends(
+    rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other worker has joined before, and has called this one, whose handler makes a call."""
+    threads = threading.active_count()
+
+    def fail(*arguments: Any) -> None:
+        roster = gather(*arguments)
+        until(rpc.agent.current_agent()._dialing[0].locked)
+        roster.leave(0.0)
+        raise RendezvousError("a worker did not join")
+
+    if rank == 0:
+        rpc.init_rpc("w0")
+        with pytest.raises(AbortedError):
+            rpc.rpc_sync("w1", call_back)
+        rpc.shutdown(graceful=False)
+    else:
+        gather = start.gather
+        monkeypatch.setattr(start, "gather", fail)
+        with pytest.raises(RendezvousError, match="did not join"):
+            rpc.init_rpc("w1")
+    until(lambda: threading.active_count() <= threads, "threads are left")
+
+
+@pytest.mark.ranks(2)
+def test_a_thread_that_connects_to_a_stopped_worker_ends_with_shutdown(rank: int, world_size: int) -> None:
+    pids = [0, 0]
+    fastcoll.all_gather_object(pids, os.getpid())
+    rpc.init_rpc(f"w{rank}")
+    fastcoll.barrier()
+    if rank == 0:
+        agent = rpc.agent.current_agent()
+        os.kill(pids[1], signal.SIGSTOP)
+        try:
+
+            def leave() -> None:
+                until(agent._dialing[1].locked)
+                rpc.shutdown(graceful=False)
+
+            error, left = together(lambda: rpc.rpc_sync("w1", os.getpid, timeout=0), leave)
+        finally:
+            os.kill(pids[1], signal.SIGCONT)
+        assert isinstance(error, AbortedError), error
+        assert left is None
+    else:
+        rpc.shutdown(graceful=False)
 
 
 def test_init_rpc_without_any_settings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
