@@ -73,6 +73,8 @@ def _reduced(
     async_op: bool,
 ) -> Callable[[], Any]:
     mine = Several(group, tensors, "tensor_list", written)
+    if written is None:
+        check_apart(mine.items, "tensor_list")
     total, outputs = mine.room(mine.arrays[0].size), mine.written
     # On the host `fold` applies PREMUL_SUM's factor, so the group's call must not.
     left = scaled(np.empty(0, total.dtype), op)[1] if mine.on_host else op
@@ -103,6 +105,7 @@ def broadcast(
         return partial(group.fast.broadcast, tensors[0], root, async_op)
     here = group.rank == root
     mine = Several(group, tensors, "tensor_list", [k for k in range(len(tensors)) if not here or k != index])
+    check_apart(mine.items, "tensor_list", once=True)
     value = mine.room(mine.arrays[0].size)
 
     def before(mover: Mover) -> None:
@@ -231,24 +234,21 @@ class Several:
     """The imported arrays that one rank passes to a call.
 
     Args:
-        indices: indices of the arrays that the call writes (`written`); None: the call writes all arrays, and they must
-            not overlap.
+        indices: indices of the arrays that the call writes (`written`); None: the call writes all arrays.
     """
 
     def __init__(
         self, group: ProcessGroup, tensors: Sequence[Any], what: str, indices: Sequence[int] | None
     ) -> None:
-        items = [
+        self.items = [
             group.import_array(x, writable=indices is None or k in indices, what=f"{what}[{k}]")
             for k, x in enumerate(tensors)
         ]
-        if indices is None:
-            check_apart(items, what)
-        self.arrays: list[Any] = [item.array for item in items]
-        self.written = items if indices is None else [items[k] for k in indices]
+        self.arrays: list[Any] = [item.array for item in self.items]
+        self.written = self.items if indices is None else [self.items[k] for k in indices]
         self._group = group
         self.on_host = type(self.arrays[0]) is np.ndarray
-        check_alike(what, items, self.arrays[0], f"{what}[0]")
+        check_alike(what, self.items, self.arrays[0], f"{what}[0]")
 
     def room(self, size: int) -> Any:
         """Return scratch memory on the device of the first array."""

@@ -215,13 +215,16 @@ def test_wrong_calls(place):
                 assert message in str(error)
 
         x, y = np.ones(3), np.ones(3)
-        total, both = ReduceOp.SUM, [put(x), put(y)]
+        total, both, wide = ReduceOp.SUM, [put(x), put(y)], np.ones(5)
+        overlapping = [put(wide[:3]), put(x), put(wide[2:])]
         for call, arguments, message in (
             (several.all_reduce, ([], total), "one at least"),
             (several.all_reduce, (put(x), total), "must be a list"),
             (several.all_reduce, ([put(x), put(np.ones(4))], total), "same dtype and number"),
             (several.reduce, (both, 0, total, 2), "dst_tensor is 2"),
             (several.broadcast, (both, 2, 0), "ranks 0..1"),
+            (several.broadcast, (overlapping, 0, 0), r"tensor_list\[0\] and tensor_list\[2\] share"),
+            (several.all_reduce, (overlapping, total), r"tensor_list\[0\] and tensor_list\[2\] share"),
             (several.all_gather, ([[put(x)]], both), "1 lists for 2"),
             (several.all_gather, ([[put(x)] * 3] * 2, both), "must have 4 arrays"),
         ):
@@ -244,7 +247,7 @@ def test_the_public_functions(rank, world_size):
     fastcoll.reduce_multigpu(xs, 1, dst_tensor=1)
     assert (xs[1] == (88 if rank == 1 else 22)).all()
     xs[1][:] = rank
-    fastcoll.broadcast_multigpu(xs, src=1, src_tensor=1)
+    fastcoll.broadcast_multigpu([*xs, xs[0]], src=1, src_tensor=1)
     assert all((x == 1).all() for x in xs)
     outs = [[np.zeros(3) for _ in range(4)] for _ in range(2)]
     work = fastcoll.all_gather_multigpu(
