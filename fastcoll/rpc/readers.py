@@ -171,8 +171,12 @@ class Readers:
         Return early if another thread reads the link.
         """
         try:
-            while monotonic() < until and link.reading.acquire(blocking=False):
+            while monotonic() < until:
+                held = list[bool]()
                 try:
+                    held.extend(map(link.reading.acquire, (False,)))  # one call, for Ctrl-C: see Link.send
+                    if not held[0]:
+                        return
                     self._deferred.discard(link)
                     if number not in link.pending:
                         return  # the thread that received the answer completes the call's future
@@ -180,7 +184,8 @@ class Readers:
                         self.poller.disarm(link)
                     tasks = link.receive(until) if self._await_data(link, until) else []
                 finally:
-                    link.reading.release()
+                    if held == [True]:
+                        link.reading.release()
                 if tasks is None:
                     link.ended()
                     return

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from types import FrameType
 from typing import Any
 from unittest.mock import Mock
 
@@ -68,6 +70,29 @@ def test_a_thread_that_reads_its_answer_wakes_no_other_thread(
     assert answered == ["first"]
     assert link.armed == READ, "nobody reads the second answer"
     readers.poller.forget(link)
+
+
+def test_an_interrupt_right_after_the_lock_was_taken_releases_it(ends: Any) -> None:
+    link, far, answered, readers = ends
+    link.pending[1] = "first"
+
+    def interrupt(frame: FrameType, event: str, _: Any) -> None:
+        """Raise where Python calls the handlers of signals: after a call of C code has returned."""
+        if event == "c_return" and frame.f_code.co_name == "read_answer" and link.reading.locked():
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    before = sys.getprofile()
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            readers.read_answer(link, 1, time.monotonic() + LIMIT)
+    finally:
+        sys.setprofile(before)
+    assert not link.reading.locked()
+    far.send(encode(RpcMessage(MessageType.RESULT, 0, 1, b"x"))[0])
+    readers.read_answer(link, 1, time.monotonic() + LIMIT)
+    assert answered == ["first"]
 
 
 def test_messages_before_an_unreadable_one_are_not_lost(ends: Any) -> None:
