@@ -38,7 +38,7 @@ from . import exceptions, pickling, wire
 from .deadlines import Deadlines
 from .futures import Future
 from .handlers import UNCOUNTED, Counts, Handler, Handlers, described
-from .link import Link, Task
+from .link import Link, Task, is_end
 from .polling import HANG_UP, READ
 from .readers import Readers
 from .wire import MessageError, MessageType, RpcMessage
@@ -202,7 +202,9 @@ class Agent:
         future.answer = self.readers, link, number, deadline
         try:
             link.send(message, deadline)
-        except OSError:
+        except OSError as error:
+            if not is_end(error):
+                raise
             self._lost(link)
         if link.is_closed and link.pending.pop(number, None):
             future.complete(None, self._reason(link))
@@ -227,7 +229,9 @@ class Agent:
             return
         try:
             link.send(message)
-        except OSError:
+        except OSError as error:
+            if not is_end(error):
+                raise
             self._lost(link)
 
     def futures(self, except_kind: int) -> list[Future[Any]]:

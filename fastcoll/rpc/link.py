@@ -6,6 +6,7 @@ describes which thread that is. Messages of one connection are read in the order
 
 from __future__ import annotations
 
+import errno
 import logging
 import select
 import socket
@@ -89,7 +90,7 @@ class Link:
         If a part is left at the time `until`, another thread sends it. Later messages wait until that part is sent.
 
         Raises:
-            OSError: the peer is gone.
+            OSError: the peer is gone, if `is_end` is true of the error.
         """
         is_left, held = False, list[bool]()
         try:
@@ -110,7 +111,7 @@ class Link:
                 steps = self._steps(memoryview(start)[sent:], large, ring)
                 is_left = not self._run_steps(steps, until)
             except BaseException as error:
-                if not isinstance(error, OSError):
+                if not is_end(error):
                     self.fault = _interrupted(error)
                 self.shut()  # the peer may have received a part of the message
                 raise
@@ -182,7 +183,7 @@ class Link:
         poller = select.poll()
         poller.register(self._fileno, select.POLLRDHUP)
         if self.is_closed or poller.poll(0) or self.is_unreachable():
-            raise ConnectionError("the connection was closed")
+            raise ConnectionError(errno.ECONNRESET, "the connection was closed")
 
     def is_unreachable(self) -> bool:
         """Return whether the peer's host has stopped acknowledging data.
@@ -278,13 +279,15 @@ class Link:
             if isinstance(error, MessageError):
                 self.fault = f"sent a message that cannot be read: {error}; the connection is closed"
                 self.send_goodbye(f"could not read a message and closed the connection: {error}")
-            elif not isinstance(error, OSError):
+            elif not is_end(error):
                 self.fault = _interrupted(error)
                 self.send_goodbye(
                     f"closed the connection, because {type(error).__name__} interrupted a message"
                 )
             self.shut()
-            if not isinstance(error, Exception):  # Ctrl-C: raise it, and let other threads run the tasks
+            is_of_reading = isinstance(error, MessageError) or is_end(error)
+            if not is_of_reading and threading.current_thread() is threading.main_thread():
+                # Ctrl-C, or an error of another signal handler: raise it, and let other threads run the tasks.
                 for task in tasks:
                     self._run(task)
                 raise
@@ -292,7 +295,7 @@ class Link:
                 _log.warning(
                     "a message from %s cannot be read: %s; the connection is closed", self.worker, error
                 )
-            elif not isinstance(error, OSError):
+            elif not is_of_reading:
                 _log.exception("a message from %s cannot be read; the connection is closed", self.worker)
             return tasks or None
         return tasks
@@ -341,6 +344,14 @@ class Link:
         ring, self.ring, self._offered = self.ring or self._offered, None, None
         if ring is not None:
             ring.close()
+
+
+def is_end(error: BaseException) -> bool:
+    """Return whether an error of a link's socket means that the peer is gone.
+
+    Signal handlers may raise an OSError, such as TimeoutError, between any two steps; such an error has no errno.
+    """
+    return isinstance(error, OSError) and error.errno is not None
 
 
 def _interrupted(error: BaseException) -> str:

@@ -39,6 +39,7 @@ from fastcoll.rpc.agent import Agent
 from fastcoll.rpc.references import References
 from fastcoll.rpc.wire import INLINE, MessageType, RpcMessage, encode
 from fastcoll.system.processes import Member
+from rpc.test_link import Interrupted
 from rpc.victims import LIMIT, until
 
 SLOT = 256 << 10
@@ -372,6 +373,17 @@ def test_an_interrupted_message_is_not_taken_for_the_workers_death(
             AbortedError, match=r"worker far, .* KeyboardInterrupt interrupted a message here"
         ):
             waiting.wait(LIMIT)
+
+
+def test_an_error_of_a_signal_handler_while_a_message_is_sent_is_raised(ends: Any) -> None:
+    """The error may be an OSError, as that of a lost connection is."""
+    agent, *_ = ends
+    agent.call("far", 1, None)
+    agent._out[1]._socket = Interrupted(agent._out[1]._socket, TimeoutError("the alarm"))
+    with pytest.raises(TimeoutError, match="the alarm"):
+        agent.call("far", 1, np.zeros(1 << 20))
+    with pytest.raises(AbortedError, match=r"worker far, .* TimeoutError interrupted a message here"):
+        agent.call("far", 1, None).wait(LIMIT)
 
 
 @rpc.functions.async_execution

@@ -181,14 +181,14 @@ def test_a_sender_on_a_full_connection_notices_the_peers_end(ends: Any) -> None:
 
 
 class Interrupted:
-    """A socket that raises KeyboardInterrupt after it has sent."""
+    """A socket after whose `send` a signal handler raises an error."""
 
-    def __init__(self, near: socket.socket) -> None:
-        self._near = near
+    def __init__(self, near: socket.socket, error: BaseException) -> None:
+        self._near, self._error = near, error
 
     def send(self, data: bytes) -> int:
         self._near.send(data)
-        raise KeyboardInterrupt
+        raise self._error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._near, name)
@@ -196,7 +196,7 @@ class Interrupted:
 
 def test_an_interrupt_in_the_middle_of_a_message_closes_the_connection(ends: Any) -> None:
     link, far, *_ = ends
-    link._socket = Interrupted(link._socket)
+    link._socket = Interrupted(link._socket, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         link.send(RpcMessage(MessageType.CALL, 1, 1, b"x", [memoryview(bytes(1 << 20))]))
     assert far.recv(1 << 10)
@@ -205,16 +205,20 @@ def test_an_interrupt_in_the_middle_of_a_message_closes_the_connection(ends: Any
     assert link.fault == "is no longer connected, because KeyboardInterrupt interrupted a message here"
 
 
-def test_an_interrupt_of_the_reading_thread_is_the_reason_at_both_ends(ends: Any) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError, ValueError])
+def test_an_interrupt_of_the_reading_thread_is_the_reason_at_both_ends(
+    ends: Any, error: type[BaseException]
+) -> None:
     link, far, *_ = ends
-    link._received = Mock(side_effect=KeyboardInterrupt)
+    link._received = Mock(side_effect=error("the alarm"))
     far.send(encode(RpcMessage(MessageType.RESULT, 0, 1, b"x"))[0])
-    with link.reading, pytest.raises(KeyboardInterrupt):
+    with link.reading, pytest.raises(error):
         link.receive()
-    assert link.fault == "is no longer connected, because KeyboardInterrupt interrupted a message here"
+    name = error.__name__
+    assert link.fault == f"is no longer connected, because {name} interrupted a message here"
     (goodbye,) = messages_in(far.recv(1 << 10))
     assert goodbye.type == MessageType.GOODBYE
-    assert bytes(goodbye.pickled) == b"closed the connection, because KeyboardInterrupt interrupted a message"
+    assert bytes(goodbye.pickled).decode() == f"closed the connection, because {name} interrupted a message"
     assert not far.recv(1)
 
 
