@@ -273,6 +273,14 @@ def test_a_table_is_the_same_after_saving_and_loading(path: Path):
         assert tuning_table.matching(tuning_table.to_publish(ranks, TWO.slot), conditions) == ({}, 1.0)
 
 
+def test_the_programs_random_numbers_stay_the_same(use, tmp_path):
+    use(tmp_path / "cache.json")
+    tuning_cache.save(TWO, {"reduce": {"8192": {"close": 1000}}}, 100)
+    before = random.getstate()
+    assert len(tuning_table.to_publish(2, TWO.slot)) == 1
+    assert random.getstate() == before
+
+
 def test_rows_with_few_calls_are_not_saved():
     table = new_table()
     table[autotune.ROWS], table[autotune.ROWS + autotune.TIMES] = 10, 5
@@ -286,7 +294,7 @@ def test_rows_with_few_calls_are_not_saved():
 def test_all_ranks_begin_with_the_times_of_rank_0(rank, world_size, tmp_path, use, monkeypatch):
     """Each rank has its own file; rank 0 saves the times at the end."""
     # Every back-off begins in its middle. A random one may have 0 calls left, which the count below would miss.
-    monkeypatch.setattr(random, "random", lambda: 0.5)
+    monkeypatch.setattr(tuning_table._own, "random", lambda: 0.5)
     use(tmp_path / f"{rank}.json")
     group = dist.new_group(backend="shm")
     conditions = group.backend.conditions
