@@ -42,6 +42,7 @@ class ProgressLock:
         is_driven: whether a thread holds the lock; False while a short cut holds a pipe.
         is_consistent: whether no event is half-handled.
         nested: how many times a signal handler has driven the pipes while its own thread held the lock.
+        completing: the thread that has last called `Pipe.complete`, until the call has returned; else 0.
         is_closed: whether the lock is closed: only the thread that closes the pipes may still take it.
     """
 
@@ -50,7 +51,7 @@ class ProgressLock:
         self.waiters: deque[threading.Event] = deque()
         self.is_driven = False
         self.is_consistent = True
-        self.nested = 0
+        self.nested = self.completing = 0
         self.is_closed = False
 
     def acquire(self) -> bool:
@@ -73,6 +74,14 @@ class ProgressLock:
     def is_mine(self) -> bool:
         """Whether the calling thread holds a pipe. If so, the caller is a signal handler or an array's callback."""
         return any(pipe.is_mine() for pipe in self.pipes)
+
+    def may_nest(self) -> bool:
+        """Whether a signal handler may drive the pipes, although its own thread holds a pipe.
+
+        It may not if the handler has interrupted the handling of an event, or a short cut: the message of a short cut
+        is not in the Exchange, so the handler would take the short cut's message, or its ack.
+        """
+        return self.is_consistent and (self.is_driven or self.completing == threading.get_ident())
 
     def wait(self, end: float | None) -> None:
         """Wait until the lock may be free, but not beyond `end` (time.monotonic), and at most a millisecond."""

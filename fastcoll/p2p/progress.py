@@ -12,6 +12,7 @@ the holder. lock.py has the order in which the inbox and the words BUSY and BEHI
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -301,12 +302,15 @@ class Progress:
         assert transfer.peer is not None
         lock, (pipe, number) = self.lock, self._routes[transfer.peer]
         nested = lock.nested
+        lock.completing = threading.get_ident()
         try:
             event = pipe.complete(self.events.handled[0], number, transfer.number)
         except BaseException:  # raised by a signal handler
             if pipe.is_mine() and not lock.is_driven:
                 self.release()
             raise
+        finally:
+            lock.completing = 0
         if event == NOT_MINE:
             return
         lock.is_driven = True
@@ -365,7 +369,7 @@ class Progress:
 
         Raises UsageError if the handler has interrupted the handling of an event, or a blocking call.
         """
-        if not self.lock.is_consistent:
+        if not self.lock.may_nest():
             raise UsageError(
                 f"waiting for {transfer.describe}: a signal handler may not wait for messages while its thread does"
             )

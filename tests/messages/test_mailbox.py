@@ -23,6 +23,7 @@ from fastcoll.arrays.imported import ImportedArray
 from fastcoll.core import monitor, signature
 from fastcoll.core.message import Status
 from fastcoll.core.operands import ANY_TAG
+from fastcoll.core.status import AGAIN
 from fastcoll.core.work import Work
 from fastcoll.errors import (
     AbortedError,
@@ -47,6 +48,7 @@ from .worlds import (
     World,
     fields,
     pattern,
+    pipe_to,
     taken,
     until,
 )
@@ -469,6 +471,30 @@ def test_an_interrupt_ends_a_blocked_call(worlds, pending: bool) -> None:
     with alarm(signal.default_int_handler, waits), pytest.raises(KeyboardInterrupt):
         me.recv(np.zeros(1), 1)
     assert "interrupted" in str(me.monitor.failure)
+
+
+def test_a_signal_handler_does_not_get_the_message_of_the_receive_that_it_interrupts(
+    worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler runs when the receive's compiled call returns after 50 ms without a message."""
+    me, peer = worlds(2).ranks
+    kind, got, own = type(pipe_to(me, 1)[0]), np.zeros(1), np.zeros(1)
+    receive, works = kind.receive, list[Work]()
+
+    def interrupted(*args: Any) -> int:
+        code: int = receive(*args)
+        if code == AGAIN and not works:
+            works.append(me.irecv(own, 1))
+            works.extend(peer.isend(np.full(1, number), 0) for number in (1.0, 2.0))
+            with pytest.raises(UsageError, match="a signal handler may not wait"):
+                works[0].wait()
+        return code
+
+    monkeypatch.setattr(kind, "receive", interrupted)
+    me.recv(got, 1)
+    for work in works:
+        work.wait()
+    assert (got[0], own[0]) == (1, 2)
 
 
 def test_a_wait_can_be_repeated_after_an_interrupt_of_the_copy_back(
