@@ -75,8 +75,8 @@ class Progress:
         self._shortage: ResourceError | None = None  # set if memory for reaching a peer was missing
 
     def has_operations(self) -> bool:
-        """Whether operations are under way or posted."""
-        return bool(self.exchange.live or self.inbox)
+        """Whether operations are under way or posted, or received messages must be copied to the callers' arrays."""
+        return bool(self.exchange.live or self.inbox or self.exchange.ended)
 
     # ---- the lock ---------------------------------------------------------------------------------
 

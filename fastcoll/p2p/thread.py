@@ -31,7 +31,7 @@ class Unattended(Protocol):
     drives: int
 
     def has_operations(self) -> bool:
-        """Whether operations are under way or posted."""
+        """Whether operations are under way or posted, or received messages must be copied to the callers' arrays."""
 
     def connect_posts(self) -> None:
         """Connect to the peer that the first posted send needs, if it is not connected yet; blocks."""

@@ -387,6 +387,21 @@ def test_the_record_has_waiting_messages_until_they_end(worlds) -> None:
     assert not slots
 
 
+def test_a_receive_that_begins_late_and_ends_at_once_calls_its_callback(
+    worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread has the lock while it is posted, and has released it just after."""
+    me, _ = worlds(2).ranks
+    me.isend(np.arange(3.0), 0)
+    lock, refusals, called = me.mailbox._lock, [True], threading.Event()
+    acquire = lock.acquire
+    monkeypatch.setattr(lock, "acquire", lambda: not (refusals and refusals.pop()) and acquire())
+    got = np.zeros(6)[::2]
+    me.irecv(got, 0).add_done_callback(lambda _: called.set())
+    assert called.wait(DEADLINE)
+    assert got.tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("polls", [False, True])
 def test_no_wait_stays_in_the_record_when_no_thread_waits_for_the_last_operation(worlds, polls) -> None:
     peer, me = worlds(2).ranks
