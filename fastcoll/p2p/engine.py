@@ -274,10 +274,10 @@ class Engine:
                 if status != ARMED:
                     return status == DONE
                 self._exchange.note_armed(transfer)
+            self.progress.let_go(pipe)
         except BaseException as error:
             self.torn(error, transfer.describe)
             raise
-        self.progress.let_go(pipe)
         return True
 
     # ---- requests of compiled callers -------------------------------------------------------------
@@ -302,13 +302,7 @@ class Engine:
 
     def take_over(self) -> None:
         """Take over all requests of compiled callers; block while another thread holds the lock."""
-        while not self._lock.is_closed and not self.has_lock():
-            if self.progress.acquire():
-                try:
-                    self.progress.take_over_posted(ended=True)
-                finally:
-                    self.progress.release()
-                return
+        while not (self._lock.is_closed or self.has_lock() or self.progress.take_over_all()):
             self._lock.wait(None)
 
     def take_over_pending(self) -> None:

@@ -277,8 +277,8 @@ class Exchange:
             if number in peer.attached:
                 peer.credit += peer.attached.pop(number)
             send = peer.unacked.pop(number)
+            send.complete()  # before it leaves `live`: if a signal handler raises in between, `fail` finds it there
             del self.live[send]
-            send.complete()
         else:
             self._on_other_ack(peer, peer.pipe.last_ack(peer.number))
         if peer.rests or peer.queued:
@@ -302,8 +302,8 @@ class Exchange:
         """Complete a probe with `message`. It is None if there is no message and the probe does not wait."""
         self._probes.remove(probe)
         self._count(probe, -1)
-        del self.live[probe]
         probe.complete(message and status_of(message.source, message.kind, message.nbytes))
+        del self.live[probe]
 
     def _count(self, wanting: Receive | Probe, change: int) -> None:
         """Add `change` to the interest in each peer that could send to this receive or probe."""
@@ -340,8 +340,8 @@ class Exchange:
         receive, peer.armed = peer.armed, None
         assert receive is not None
         peer.interest -= 1  # the pipe has already counted this
-        del self.live[receive]  # short cuts post only receives without a copy-back
-        receive.complete(rank)
+        receive.complete(rank)  # short cuts post only receives without a copy-back
+        del self.live[receive]
 
     def _on_both(self, rank: int) -> None:
         self._on_received(rank)
@@ -464,12 +464,12 @@ class Exchange:
     # ---- the end -----------------------------------------------------------------------------------
 
     def _end(self, transfer: Transfer, source: int | None = None, error: BaseException | None = None) -> None:
-        del self.live[transfer]
         if error is None and isinstance(transfer, Receive) and transfer.needs_copy_back:
             assert source is not None
             self.ended.append((transfer, source))
         else:
             transfer.complete(source, error)
+        del self.live[transfer]
 
     def fail(self, error: BaseException) -> None:
         """End every operation with an error; the pipes are not used afterwards."""

@@ -19,7 +19,8 @@ Rules:
 - A signal handler may run, and raise, between any two bytecodes of the holder. Mostly it runs when a pipe's
   `advance` returns. `is_consistent` is True then: no event is half-handled, the pipe will return the same event again,
   and the handler may itself wait for messages. An exception while `is_consistent` is False leaves the Exchange
-  inconsistent, so it fails the group.
+  inconsistent, so it fails the group. An exception in `acquire` or `release` leaves BUSY set; the functions that take
+  the lock release it then (`returns_lock` in progress.py).
 """
 
 from __future__ import annotations
@@ -71,6 +72,14 @@ class ProgressLock:
         for pipe in self.pipes:
             pipe.let_go()
 
+    def recover(self) -> None:
+        """Release the pipes that the calling thread holds, because an exception has ended `acquire` or `release`."""
+        mine = [pipe for pipe in self.pipes if pipe.is_mine()]
+        if mine:
+            self.is_driven, self.is_consistent = False, True
+        for pipe in mine:
+            pipe.let_go()
+
     def is_mine(self) -> bool:
         """Whether the calling thread holds a pipe. If so, the caller is a signal handler or an array's callback."""
         return any(pipe.is_mine() for pipe in self.pipes)
@@ -86,12 +95,13 @@ class ProgressLock:
     def wait(self, end: float | None) -> None:
         """Wait until the lock may be free, but not beyond `end` (time.monotonic), and at most a millisecond."""
         waiter = threading.Event()
-        self.waiters.append(waiter)
         try:
+            self.waiters.append(waiter)
             self.ring_bells()
             waiter.wait(NAP if end is None else max(0.0, min(NAP, end - time.monotonic())))
         finally:
-            self.waiters.remove(waiter)
+            if waiter in self.waiters:
+                self.waiters.remove(waiter)
 
     def wake_one(self) -> None:
         """Wake the thread that has waited longest, if any."""

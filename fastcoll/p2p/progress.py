@@ -16,7 +16,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..core.monitor import Monitor
 from ..core.work import ENDLESS, forks
@@ -30,6 +31,32 @@ from .thread import ProgressThread
 from .transfers import Probe, Receive, RequestPipe, Send, Transfer
 
 _CLOSE_SECONDS = 5.0  # kernels return within 0.1 s; a longer wait: a thread was killed with the lock
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def returns_lock(
+    method: Callable[Concatenate[Progress, _P], _R],
+) -> Callable[Concatenate[Progress, _P], _R]:
+    """Return a method that releases the lock if an exception leaves `method`, which takes and releases the lock.
+
+    A signal handler may raise after BUSY was set and before `acquire` has returned, or before `release` has cleared it.
+    """
+
+    @wraps(method)
+    def call(self: Progress, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        nested = (
+            self.lock.is_mine()
+        )  # then this is a signal handler, and the call that it has interrupted has the lock
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException:
+            if not nested:
+                self.recover()
+            raise
+
+    return call
 
 
 class Progress:
@@ -93,6 +120,17 @@ class Progress:
             raise
         return True
 
+    @returns_lock
+    def take_over_all(self) -> bool:
+        """Continue all requests of compiled callers; return False if another thread holds the lock."""
+        if not self.acquire():
+            return False
+        try:
+            self.take_over_posted(ended=True)
+        finally:
+            self.release()
+        return True
+
     def take_over_posted(self, ended: bool) -> None:
         """Continue the requests of compiled callers. The caller holds the lock. An interrupt fails the group."""
         for pipe in self._pipes:
@@ -129,6 +167,13 @@ class Progress:
         if self.inbox or lock.waiters or self.thread.is_asleep:
             self._after_release()
 
+    def recover(self) -> None:
+        """Release what this thread has of the lock, after an exception. The progress thread does what remains."""
+        self.lock.recover()
+        self.lock.wake_one()
+        if self.thread.is_asleep and self.has_operations():
+            self.thread.wake()
+
     def let_go(self, pipe: Pipe) -> None:
         """Do what `release` does, for the one pipe that a short cut has kept."""
         pipe.let_go()
@@ -152,25 +197,32 @@ class Progress:
         Called without the lock, since it may take long.
         """
         ended = self.exchange.ended
-        while ended:
+        while first := list(ended)[:1]:
             try:
-                receive, source = ended.popleft()
-            except IndexError:  # another thread was faster
-                return
-            try:
-                receive.finish()
-            except Exception as error:
-                receive.complete(None, error)
-            else:
-                receive.complete(source)
-            finally:
-                if not receive.ended:
-                    # A signal handler has raised. The next thread that waits copies the message again.
-                    ended.appendleft((receive, source))
+                self._finish(*first)
+            except BaseException:
+                # A signal handler has raised. The next thread that waits copies the message again.
+                if not first[0][0].ended and first[0] not in ended:
+                    ended.appendleft(first[0])
+                raise
             self.lock.ring_bells()  # the thread that drives may wait for this receive
+
+    def _finish(self, received: tuple[Receive, int]) -> None:
+        try:
+            self.exchange.ended.remove(received)
+        except ValueError:  # another thread was faster
+            return
+        receive, source = received
+        try:
+            receive.finish()
+        except Exception as error:
+            receive.complete(None, error)
+        else:
+            receive.complete(source)
 
     # ---- posted operations ------------------------------------------------------------------------
 
+    @returns_lock
     def post(self, transfer: Transfer) -> None:
         """Begin an operation now if the lock is free and its peer is connected, else leave it in the inbox."""
         if not self.inbox and self.is_ready(transfer) and self.acquire():
@@ -297,6 +349,7 @@ class Progress:
         finally:
             transfer.is_awaited = False
 
+    @returns_lock
     def _complete_small(self, transfer: Transfer) -> None:
         """Drive with one call of the pipe. Mostly this completes the transfer, which a short cut has posted."""
         assert transfer.peer is not None
@@ -305,10 +358,6 @@ class Progress:
         lock.completing = threading.get_ident()
         try:
             event = pipe.complete(self.events.handled[0], number, transfer.number)
-        except BaseException:  # raised by a signal handler
-            if pipe.is_mine() and not lock.is_driven:
-                self.release()
-            raise
         finally:
             lock.completing = 0
         if event == NOT_MINE:
@@ -319,6 +368,7 @@ class Progress:
         finally:
             self.release()
 
+    @returns_lock
     def drive_until(self, transfer: Transfer, limit: float) -> bool:
         """Drive, or wait while another thread drives, until a transfer has ended or `limit` seconds have passed."""
         end = None if limit >= ENDLESS else time.monotonic() + limit
@@ -347,9 +397,13 @@ class Progress:
         self.drives += 1
         self.lock.is_consistent = True
         # `acquire` has taken over pending requests, so this one has ended: a thread has collected it, and a signal
-        # handler has raised before the thread could complete the transfer.
+        # handler has raised before the thread could complete the transfer. Or one has raised while a thread took the
+        # request over, which has failed the group.
         if transfer.request and not transfer.ended and transfer not in self.exchange.live:
-            transfer.complete_request()
+            if self.monitor.failure is None:
+                transfer.complete_request()
+            else:
+                transfer.complete(None, self.monitor.failure)
         while not transfer.ended and not self.exchange.ended and not self.lock.is_closed:
             if self.inbox:
                 if not self.is_ready(self.inbox[0]):
@@ -380,6 +434,7 @@ class Progress:
         finally:
             self.lock.is_consistent = True
 
+    @returns_lock
     def poll(self) -> None:
         """Progress messages as far as possible without waiting."""
         if self.lock.is_closed or self.forks != forks() or self.thread.is_current():

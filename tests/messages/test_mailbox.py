@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -574,6 +575,24 @@ def test_a_wait_can_be_repeated_after_a_handler_has_raised(
                         other.wait()
             assert (got[0] == pattern(8, number + 1)).all()
             assert (got[1] == pattern(8, number)).all()
+
+
+def test_a_request_is_not_complete_after_an_interrupt_while_the_engine_took_it_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The interrupt has failed the group, and no message has come."""
+    monkeypatch.setattr(Progress, "drive_unattended", lambda _: False)  # the waiting thread takes it over
+    with closing(RingWorld(2)) as world:
+        me, _ = world.ranks
+        me.stay_awake()
+        work = me.irecv(np.zeros(1), 1)
+        assert cast(Any, work).request
+        with monkeypatch.context() as patch:
+            patch.setattr(RingPipe, "_posted", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                work.wait()
+        with pytest.raises(AbortedError, match="interrupted by KeyboardInterrupt"):
+            work.wait()
 
 
 @pytest.mark.parametrize("call", ["recv", "recv from any", "isend", "irecv"])

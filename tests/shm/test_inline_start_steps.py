@@ -6,19 +6,17 @@ codes replaces the compiled entry, which no signal interrupts.
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
-from shm.stepping import is_step
+from shm.stepping import Between
 
 import fastcoll as dist
 from fastcoll import AbortedError, UsageError
@@ -54,31 +52,6 @@ class Script:
         return code
 
 
-class Between:
-    """Calls `act` before step number `step` of this thread's code in FILES, and counts the steps."""
-
-    def __init__(self, step: int, act: Callable[[], None]) -> None:
-        self.left, self.act, self.steps = step, act, 0
-        self.last: dict[FrameType, str] = {}
-
-    def __enter__(self) -> Between:
-        sys.settrace(self.trace)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        sys.settrace(None)
-
-    def trace(self, frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename not in FILES:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode" and is_step(frame, self.last):
-            self.steps += 1
-            if self.steps == self.left:
-                self.act()
-        return self.trace
-
-
 def new_group() -> Any:
     group = dist.new_group()
     group.backend.inline_start._share = 1
@@ -95,7 +68,7 @@ def at_every_step(codes: list[int], act: Callable[[Any], None]) -> Iterator[tupl
     group = new_group()
     for step in count(1):
         script, made = Script(group, *codes), None
-        with suppress(KeyboardInterrupt), Between(step, partial(act, group)) as between:
+        with suppress(KeyboardInterrupt), Between(FILES, step, partial(act, group)) as between:
             made = group.backend.inline_start.begin(script, None)
             if made is not None:
                 made.wait()
