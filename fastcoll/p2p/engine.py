@@ -351,7 +351,10 @@ class Engine:
         self.progress.abort()
 
     def close(self, error: GroupError | None) -> None:
-        """End all operations with `error`, and release the pipes. A second call has no effect."""
+        """End all operations with `error`, and release the pipes. A second call has no effect.
+
+        If `has_lock` is False afterwards, another thread may still use the pipes' memory.
+        """
         self.progress.close(error)
 
     def _refuse_nesting(self, name: str) -> None:

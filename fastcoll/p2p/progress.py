@@ -98,7 +98,9 @@ class Progress:
         self.requests: RequestPipe = requests
         self.request_waits, self.request_table = requests.waits, requests.address
         self._polled = False  # whether a thread has called `poll` while another thread drove
-        self._given_up: BaseException | None = None  # set if a signal handler closes the group in a call
+        self._given_up: BaseException | None = (
+            None  # set if `close` has not taken the lock: how operations end
+        )
         self._shortage: ResourceError | None = None  # set if memory for reaching a peer was missing
 
     def has_operations(self) -> bool:
@@ -382,6 +384,8 @@ class Progress:
                 self._drive_nested(transfer, end)
             elif self._given_up is not None:
                 self.end_all(self._given_up)
+                if not transfer.ended:  # a request that was not taken over
+                    transfer.complete(None, self._given_up)
             else:
                 self.lock.wait(end)
             if self.inbox and not transfer.ended:
@@ -538,20 +542,29 @@ class Progress:
         self.thread.call_back(transfer)
 
     def close(self, error: GroupError | None) -> None:
-        """End all operations with `error`, and release the pipes. A second call has no effect."""
+        """End all operations with `error`, and release the pipes. A second call has no effect.
+
+        Afterwards this thread has the lock for good, unless another thread has kept it for too long: that one may still
+        use the pipes' memory.
+        """
         if not self.thread.close():
             return
-        self.abort()
-        self.thread.join(_CLOSE_SECONDS)
         end = error or AbortedError("the group was destroyed before the operation was complete")
-        held, deadline = False, time.monotonic() + _CLOSE_SECONDS
-        nested = self.lock.is_mine()  # a signal handler, which would wait for the call that it interrupted
-        while not nested and not (held := self.acquire()) and time.monotonic() < deadline:
-            self.lock.ring_bells()
-            time.sleep(POLL)
-        if nested:
-            self._given_up = end
-        elif held:
+        held, nested = (
+            False,
+            self.lock.is_mine(),
+        )  # a signal handler, which would wait for the call that it interrupted
+        try:
+            self.abort()
+            self.thread.join(_CLOSE_SECONDS)
+            deadline = time.monotonic() + _CLOSE_SECONDS
+            while not nested and not (held := self.acquire()) and time.monotonic() < deadline:
+                self.lock.ring_bells()
+                time.sleep(POLL)
+        finally:
+            if not held:  # also after Ctrl-C: each thread that waits ends the operations itself
+                self._given_up = end
+        if held:
             self.take_over_posted(ended=True)
             self.end_all(end)
         if nested or held:

@@ -247,11 +247,11 @@ class ShmBackend(Backend):
         keeps = self.messages.has_lock() if self.keeps_memory is None else self.keeps_memory
         inside = self.gate.is_inside() or keeps
         self.messages.close(reason)
-        # A running call was aborted and ends within moments. If a thread was killed inside a call, no thread releases
-        # the context; then the mapping stays until the process ends.
+        # A running call was aborted and ends within moments. If a thread was killed inside a call or message, no thread
+        # releases the context or the messages' lock; then the mapping stays until the process ends.
         deadline = time.monotonic() + _CLOSE_SECONDS
         turn = not inside and self.gate.lock.acquire(timeout=_CLOSE_SECONDS)
-        free = turn
+        free = turn and self.messages.has_lock()
         while free and waiting.seize.call(self._c + 8 * words.BUSY) == LATER:
             free = time.monotonic() < deadline
             time.sleep(_POLL_SECONDS)

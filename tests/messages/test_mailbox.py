@@ -489,6 +489,30 @@ def test_an_interrupt_ends_a_blocked_call(worlds, pending: bool) -> None:
     assert "interrupted" in str(me.monitor.failure)
 
 
+def test_a_thread_that_waits_ends_if_ctrl_c_interrupts_the_closing(
+    worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me, _ = worlds(2).ranks
+    ended = list[BaseException]()
+
+    def wait() -> None:
+        try:
+            me.irecv(np.zeros(1), 1).wait(DEADLINE)
+        except AbortedError as error:
+            ended.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    until(lambda: len(me.mailbox._exchange.live) == 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(me.mailbox.progress.thread, "join", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            me.mailbox.close(None)
+    waiting.join()
+    assert "destroyed" in str(ended[0])
+    me.mailbox.progress.thread.join(DEADLINE)
+
+
 def test_a_signal_handler_does_not_get_the_message_of_the_receive_that_it_interrupts(
     worlds, monkeypatch: pytest.MonkeyPatch
 ) -> None:

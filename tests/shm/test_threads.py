@@ -11,6 +11,7 @@ from together import together
 
 import fastcoll as dist
 from fastcoll import AbortedError, MismatchError
+from fastcoll.shm import rings
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -92,6 +93,19 @@ def test_closing_ends_the_calls_of_other_threads(rank, world_size):
         assert {type(error) for error in errors} <= {AbortedError, dist.NotInitializedError}
     dist.barrier()
     group.close()
+
+
+@pytest.mark.ranks(1)
+def test_memory_that_a_message_uses_stays_mapped_when_the_group_is_closed(rank, world_size, monkeypatch):
+    """The thread of a message does not leave its compiled code, for example because it was stopped in there."""
+    monkeypatch.setattr("fastcoll.p2p.progress._CLOSE_SECONDS", 0.0)
+    group = dist.new_group()
+    busy, segment = group.backend.pipe.table[rings.BUSY :][:1], group.backend._segment
+    busy[0] = 1  # no thread's number
+    group.close()
+    assert segment.nonce
+    busy[0] = 0
+    segment.close()
 
 
 @pytest.mark.ranks(2, 3)
