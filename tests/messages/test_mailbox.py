@@ -335,6 +335,16 @@ def test_a_blocked_call_lets_other_threads_use_the_pipe(worlds, half_sent: bool)
     assert (got == large).all()
 
 
+def test_sys_exit_in_a_callback_does_not_end_the_progress_thread(worlds) -> None:
+    me, peer = worlds(2).ranks
+    called = threading.Event()
+    me.irecv(np.zeros(1), 1, 1).add_done_callback(lambda _: sys.exit("gone"))
+    me.irecv(np.zeros(1), 1, 2).add_done_callback(lambda _: called.set())
+    for tag in (1, 2):
+        peer.isend(np.ones(1), 0, tag).wait()
+    assert called.wait(DEADLINE)
+
+
 def test_a_callback_may_post_but_not_wait(worlds) -> None:
     me, peer = worlds(2).ranks
     me.irecv(np.zeros(1), 1, 5)  # so that a send would have to wait
