@@ -322,15 +322,15 @@ class ShmMemory(SymmetricMemory):
         arrays = self._usable_arrays()
         key = rank, channel
         incoming = self._incoming.get(key) or self._incoming.setdefault(key, _Incoming(arrays.context))
+        word = self._segment.address + self._layout.signal(rank, self.rank, channel)
+        limit = arrays.gate.timeout if timeout is None else timeout
+        wait: Wait | None = None
         if not incoming.lock.acquire(blocking=False):
             raise errors.UsageError(
                 f"two threads wait for signals of rank {self.ranks[rank]} on channel {channel}; give each a channel"
             )
-        word = self._segment.address + self._layout.signal(rank, self.rank, channel)
-        limit = arrays.gate.timeout if timeout is None else timeout
-        wait: Wait | None = None
-        arrays.waits.add(incoming)  # now the group counts as busy, so `destroy` aborts it first
         try:
+            arrays.waits.add(incoming)  # now the group counts as busy, so `destroy` aborts it first
             arrays.gate.check_usable()
             while await_signal.call(incoming.address, word, incoming.taken + 1) != DONE:
                 doing = f"symmetric.wait on channel {channel}"
@@ -344,6 +344,8 @@ class ShmMemory(SymmetricMemory):
         finally:
             arrays.waits.discard(incoming)
             incoming.lock.release()
+            if wait is not None:
+                wait.over()
 
 
 class _Incoming:

@@ -9,12 +9,15 @@ import signal
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import oracle
 import pytest
+from net.meshes import until
 from oracle import assert_same, reduced, values
 from shm.groups import holdings, once_busy
 from together import together
@@ -448,6 +451,33 @@ def test_ctrl_c_ends_a_wait_and_the_group_stays_usable(rank, world_size):
     symmetric.signal(x, 0)
     symmetric.wait(x, 0)
     dist.barrier()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_wait_for_a_signal_leaves_the_record_when_it_ends(rank, world_size, monkeypatch, comes):
+    group, slots = dist.new_group(), set()
+    x = symmetric.zeros(3, group=group)
+    record = SimpleNamespace(
+        waits=lambda slot, *_, **__: slots.add(slot), waits_no_more=slots.discard, is_in_call=False
+    )
+
+    def act():
+        until(lambda: slots)
+        if comes:
+            symmetric.signal(x, 0)
+        else:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    actor = threading.Thread(target=act)
+    with monkeypatch.context() as patch:
+        patch.setattr(group.monitor, "record", record)
+        actor.start()
+        with nullcontext() if comes else pytest.raises(KeyboardInterrupt):
+            symmetric.wait(x, 0)
+        actor.join()
+    assert not slots
+    group.close()
 
 
 @pytest.mark.ranks(2)
