@@ -130,7 +130,10 @@ def parse(text: str) -> list[dict[str, Any]]:
     Raises:
         ValueError: the text is not of this format.
     """
-    values = json.loads(text)
+    try:
+        values = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise ValueError(f"it is not of format {FORMAT}")
     found = values.get("sections")
@@ -141,7 +144,7 @@ def _usable(section: Any) -> dict[str, Any] | None:
     """Return a section without its invalid fields; None if the fields of its conditions are invalid."""
     try:
         usable = {**section, "machine": str(section["machine"]), **_conditions(section)._asdict()}
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):  # OverflowError: a number is infinite
         return None
     limit = usable.pop("one_shot", None)
     if _is_number(limit, 0, 1 << 62):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
 import random
 import subprocess
@@ -153,7 +154,9 @@ def test_unknown_names_stay(path: Path):
 OLD = '{"machine": "m", "command": "c", "one_shot": {"4": 1}}'
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "\x00", OLD, '{"format": 1, "sections": []}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "\x00", OLD, '{"format": 1, "sections": []}', "[" * 100_000]
+)
 def test_a_file_of_another_format_is_ignored_with_one_warning_and_replaced(path: Path, text, caplog):
     path.parent.mkdir()
     path.write_text(text)
@@ -171,7 +174,7 @@ def test_a_file_of_another_format_is_ignored_with_one_warning_and_replaced(path:
 )  # fmt: skip
 def test_invalid_numbers_are_dropped(path: Path, field, value):
     def spoil(sections):
-        sections += [3, {"machine": "m"}, {**sections[0], "ranks": "two"}]
+        sections += [3, {"machine": "m"}, {**sections[0], "ranks": "two"}, {**sections[0], "slot": math.inf}]
         sections[0][field] = value
 
     tuning_cache.save(TWO, TIMES, 100, "command", 77)
