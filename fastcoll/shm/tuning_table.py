@@ -32,8 +32,6 @@ _ENOUGH = 32
 # In a row with times, the back-off in calls of an algorithm without a time, as if it took twice the time of the best.
 _UNKNOWN = a.SHARE * a.ALGORITHMS
 _NANOSECONDS = 1_000_000  # duration of the measurement of the clock's rate
-# Only rank 0 draws, so it must not draw from the global generator, which a program may have seeded alike on all ranks.
-_own = random.Random()
 
 
 @entry
@@ -67,13 +65,13 @@ def to_publish(ranks: int, slot: int) -> list[list[Any]]:
     """
     import random  # takes 1 ms; only rank 0 needs it
 
+    own = random.Random()  # not the global generator, which a program may have seeded alike on all ranks
     found = [
         s for s in tuning_cache.sections() if (s["ranks"], s["slot"]) == (ranks, slot) and s["ns_per_mib"]
     ]
     rate = _ticks_a_nanosecond() if found else 1.0
     return [
-        [s["cores"], _each(s["ns_per_mib"], lambda ns: max(1, round(ns * rate))), _own.random()]
-        for s in found
+        [s["cores"], _each(s["ns_per_mib"], lambda ns: max(1, round(ns * rate))), own.random()] for s in found
     ]
 
 

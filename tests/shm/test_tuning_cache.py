@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -297,7 +298,7 @@ def test_rows_with_few_calls_are_not_saved():
 def test_all_ranks_begin_with_the_times_of_rank_0(rank, world_size, tmp_path, use, monkeypatch):
     """Each rank has its own file; rank 0 saves the times at the end."""
     # Every back-off begins in its middle. A random one may have 0 calls left, which the count below would miss.
-    monkeypatch.setattr(tuning_table._own, "random", lambda: 0.5)
+    monkeypatch.setattr(random, "Random", lambda: SimpleNamespace(random=lambda: 0.5))
     use(tmp_path / f"{rank}.json")
     group = dist.new_group(backend="shm")
     conditions = group.backend.conditions
