@@ -58,7 +58,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
     with g.preparing("all_gather_object"):
         _check_list("object_list", object_list, size=g.size)
         own = _pack(obj)
-    with g.gate.operation():
+    with g.gate.operation:
         sizes = _share_sizes(g, own)
         with g.preparing("all_gather_object"):
             parts = _rooms(sizes, g)
@@ -89,7 +89,7 @@ def gather_object(
         if g.rank == root:
             _check_list("object_gather_list", object_gather_list, size=g.size)
         own = _pack(obj)
-    with g.gate.operation():
+    with g.gate.operation:
         sizes = _share_sizes(g, own)
         with g.preparing("gather_object"):
             parts = _rooms(sizes, g) if g.rank == root else None
@@ -120,7 +120,7 @@ def broadcast_object_list(
         _check_list("object_list", object_list, device=device)
         root = g.checked_rank("src", group_rank(g, "src", src, group_src, 0))
         parts = [_pack(obj) for obj in object_list] if g.rank == root else None
-    with g.gate.operation():
+    with g.gate.operation:
         sizes = _announce_sizes(g, parts, len(object_list), root)
         with g.preparing("broadcast_object_list"):
             data = _room(sizes.sum(), g, root) if parts is None else _joined(parts)
@@ -157,7 +157,7 @@ def scatter_object_list(
             given = [] if scatter_object_input_list is None else scatter_object_input_list
             _check_list("scatter_object_input_list", given, Sequence, g.size)
             parts = [_pack(obj) for obj in given]
-    with g.gate.operation():
+    with g.gate.operation:
         sizes = _announce_sizes(g, parts, g.size, root)
         with g.preparing("scatter_object_list"):
             own = _room(sizes[g.rank], g, root)

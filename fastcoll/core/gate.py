@@ -12,8 +12,7 @@ them by two functions that their backend passes to `also`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import GroupError, MismatchError, NotInitializedError
@@ -30,8 +29,9 @@ class Gate:
         refusal: the reason why this rank refused the current call, as a text that the peers show, too; "" if this rank
             did not refuse it.
         earlier: the error of an earlier call that did not match, from which this rank had returned early; set during a
-            call, and raised at the end of the operation (`run_exclusively`, `operation`). An operation may have several
-            parts, and the peers make all of them.
+            call, and raised at the end of the operation. An operation may have several parts, and the peers make all
+            of them.
+        operation: the calls of a thread in `with gate.operation` are parts of one operation.
         queue: the queue of asynchronous calls, and of synchronous calls made while it is not empty.
         unobserved: asynchronous operations that are under way, or have failed with an error that no thread has read.
     """
@@ -49,7 +49,8 @@ class Gate:
         self.queue = ProgressQueue(name)
         self.unobserved = UnobservedWorks()
         self._inside: set[int] = set()  # threads that hold the lock, or wait for it
-        self._in_operation: set[int] = set()  # threads whose calls are parts of an operation
+        self.operation = _Parts(self)
+        self.in_operation: set[int] = set()  # threads whose calls are parts of an operation
         self._also_inside: Callable[[], bool] = lambda: False
         self._also_busy: Callable[[], bool] = lambda: False
 
@@ -100,24 +101,13 @@ class Gate:
             self._inside.add(thread)  # in the `try`, because Ctrl-C may come right after it
             with self.lock:
                 result = call(*args)
-                if self.earlier is not None and thread not in self._in_operation:
-                    self._raise_earlier()
+                if self.earlier is not None and thread not in self.in_operation:
+                    self.raise_earlier()
                 return result
         finally:
             self._inside.discard(thread)
 
-    @contextmanager
-    def operation(self) -> Iterator[None]:
-        """Make the calls of this thread in the `with` one operation: `earlier` is raised only at its end."""
-        thread = threading.get_ident()
-        self._in_operation.add(thread)
-        try:
-            yield
-        finally:
-            self._in_operation.discard(thread)
-        self._raise_earlier()
-
-    def _raise_earlier(self) -> None:
+    def raise_earlier(self) -> None:
         error, self.earlier = self.earlier, None
         if error is not None:
             raise error
@@ -133,3 +123,20 @@ class Gate:
             observed: if true, no thread needs to check the Work; its error is not reported when the rank leaves.
         """
         return self.unobserved.note(self.queue.submit(name, job), observed)
+
+
+class _Parts:
+    """Makes the calls of a thread in the `with` one operation: a gate's `earlier` is raised only at the end."""
+
+    __slots__ = ("_gate",)  # a generator would take twice the time
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def __enter__(self) -> None:
+        self._gate.in_operation.add(threading.get_ident())
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._gate.in_operation.discard(threading.get_ident())
+        if kind is None:
+            self._gate.raise_earlier()

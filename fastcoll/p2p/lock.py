@@ -82,7 +82,8 @@ class ProgressLock:
 
     def is_mine(self) -> bool:
         """Whether the calling thread holds a pipe. If so, the caller is a signal handler or an array's callback."""
-        return any(pipe.is_mine() for pipe in self.pipes)
+        pipes = self.pipes
+        return pipes[0].is_mine() or (len(pipes) == 2 and pipes[1].is_mine())
 
     def may_nest(self) -> bool:
         """Whether a signal handler may drive the pipes, although its own thread holds a pipe.

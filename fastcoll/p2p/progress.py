@@ -46,9 +46,8 @@ def returns_lock(
 
     @wraps(method)
     def call(self: Progress, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        nested = (
-            self.lock.is_mine()
-        )  # then this is a signal handler, and the call that it has interrupted has the lock
+        # If the lock is held already, this is a signal handler, and the call that it has interrupted releases the lock.
+        nested = self.lock.is_mine()
         try:
             return method(self, *args, **kwargs)
         except BaseException:
@@ -98,9 +97,8 @@ class Progress:
         self.requests: RequestPipe = requests
         self.request_waits, self.request_table = requests.waits, requests.address
         self._polled = False  # whether a thread has called `poll` while another thread drove
-        self._given_up: BaseException | None = (
-            None  # set if `close` has not taken the lock: how operations end
-        )
+        # How operations end, if `close` has not taken the lock.
+        self._given_up: BaseException | None = None
         self._shortage: ResourceError | None = None  # set if memory for reaching a peer was missing
 
     def has_operations(self) -> bool:
@@ -337,6 +335,7 @@ class Progress:
 
     # ---- driving ----------------------------------------------------------------------------------
 
+    @returns_lock
     def await_end(self, transfer: Transfer, limit: float) -> bool:
         """Block until a transfer has ended, for at most `limit` seconds; return whether it has."""
         if self.thread.is_current():
@@ -347,11 +346,10 @@ class Progress:
             return True
         transfer.is_awaited = True
         try:
-            return self.drive_until(transfer, limit)
+            return self._drive_until(transfer, limit)
         finally:
             transfer.is_awaited = False
 
-    @returns_lock
     def _complete_small(self, transfer: Transfer) -> None:
         """Drive with one call of the pipe. Mostly this completes the transfer, which a short cut has posted."""
         assert transfer.peer is not None
@@ -373,6 +371,9 @@ class Progress:
     @returns_lock
     def drive_until(self, transfer: Transfer, limit: float) -> bool:
         """Drive, or wait while another thread drives, until a transfer has ended or `limit` seconds have passed."""
+        return self._drive_until(transfer, limit)
+
+    def _drive_until(self, transfer: Transfer, limit: float) -> bool:
         end = None if limit >= ENDLESS else time.monotonic() + limit
         while not transfer.ended:
             if not self.lock.is_closed and self.acquire():
@@ -550,10 +551,8 @@ class Progress:
         if not self.thread.close():
             return
         end = error or AbortedError("the group was destroyed before the operation was complete")
-        held, nested = (
-            False,
-            self.lock.is_mine(),
-        )  # a signal handler, which would wait for the call that it interrupted
+        held = False
+        nested = self.lock.is_mine()  # a signal handler, which would wait for the call that it interrupted
         try:
             self.abort()
             self.thread.join(_CLOSE_SECONDS)
