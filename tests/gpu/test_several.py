@@ -223,8 +223,8 @@ def test_wrong_calls(place):
             (several.all_reduce, ([put(x), put(np.ones(4))], total), "same dtype and number"),
             (several.reduce, (both, 0, total, 2), "dst_tensor is 2"),
             (several.broadcast, (both, 2, 0), "ranks 0..1"),
-            (several.broadcast, (overlapping, 0, 0), r"tensor_list\[0\] and tensor_list\[2\] share"),
-            (several.all_reduce, (overlapping, total), r"tensor_list\[0\] and tensor_list\[2\] share"),
+            (several.broadcast, (overlapping, 0, 0), "tensor_list[0] and tensor_list[2] share"),
+            (several.all_reduce, (overlapping, total), "tensor_list[0] and tensor_list[2] share"),
             (several.all_gather, ([[put(x)]], both), "1 lists for 2"),
             (several.all_gather, ([[put(x)] * 3] * 2, both), "must have 4 arrays"),
         ):
