@@ -21,6 +21,7 @@ import numpy as np
 
 import fastcoll as dist
 from fastcoll import PrefixStore, TCPStore
+from fastcoll.core.work import Timeout
 from fastcoll.errors import FastcollError
 
 from .fleet import Fleet
@@ -151,12 +152,19 @@ class _Between(TCPStore):
         self._harm = Harm(case) if case.rank == rank else None
 
     def set(self, key: str, value: str | bytes) -> None:
+        super().set(key, self._published(key, value))
+
+    def exchange(self, key: str, value: str | bytes, wanted: str, timeout: Timeout = None) -> bytes:
+        return super().exchange(key, self._published(key, value), wanted, timeout)
+
+    def _published(self, key: str, value: str | bytes) -> str | bytes:
+        """Return the value of a key, with the proxy's port if it is the harmed rank's address."""
         folder, _, rank = key.rpartition("/")
-        if self._harm is not None and folder.endswith("group/member") and int(rank) == self._harm.case.rank:
-            addresses = json.loads(value)
-            proxy = Proxy((addresses["addresses"][0], addresses["ports"][0]), change=self._harm)
-            value = json.dumps(addresses | {"ports": [proxy.port]})
-        super().set(key, value)
+        if self._harm is None or not folder.endswith("group/member") or int(rank) != self._harm.case.rank:
+            return value
+        addresses = json.loads(value)
+        proxy = Proxy((addresses["addresses"][0], addresses["ports"][0]), change=self._harm)
+        return json.dumps(addresses | {"ports": [proxy.port]})
 
 
 class Harm:

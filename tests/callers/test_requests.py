@@ -14,7 +14,7 @@ from oracle import assert_same
 
 import fastcoll as dist
 import fastcoll.callers.njit
-from fastcoll.callers import descriptors
+from fastcoll.callers import descriptors, njit_arguments
 from fastcoll.core.status import LATER
 from fastcoll.kernels import c_entries as d
 from fastcoll.p2p import handles
@@ -126,8 +126,8 @@ def test_an_exchange_with_a_wrong_argument_sends_nothing(rank, source, tag, erro
 
 def test_a_rank_is_converted_while_another_thread_ends_the_group(monkeypatch):
     words = {(1000, d.SIZE): [2], (1000, d.RANKS): [2000, 0], (2000, 1): [5]}
-    monkeypatch.setattr(fastcoll.callers.njit, "word", lambda address, index: words[address, index].pop(0))
-    assert fastcoll.callers.njit._to_global_rank(1000, 1) == 5
+    monkeypatch.setattr(njit_arguments, "word", lambda address, index: words[address, index].pop(0))
+    assert njit_arguments.to_global_rank(1000, 1) == 5
 
 
 @numba.njit(cache=True)

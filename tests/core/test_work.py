@@ -236,7 +236,7 @@ def test_a_future_without_a_value_raises() -> None:
 
 def test_a_wait_for_a_failed_operation_gives_what_the_callback_made_of_it() -> None:
     class FailsLater(Work):
-        def _await_end(self, limit: float) -> bool:
+        def await_end(self, limit: float) -> bool:
             self.complete(error=CollectiveTimeoutError("rank 1 did not come"))
             return True
 
