@@ -216,6 +216,14 @@ def _all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=Fa
     return impl
 
 
+@register_jitable
+def _checked_root(descriptor, code, rank, group_rank, by_group, whole, count):
+    """Return the root of a call; refuse the call on the root if `whole` elements are not `count` for each rank."""
+    size, root = size_of(descriptor), group_rank_of(descriptor, rank, group_rank, by_group)
+    expect(descriptor, code, whole, size * count if root == word(descriptor, _RANK) else whole)
+    return root
+
+
 @overload(collectives.gather_single)
 def _gather_single(tensor, gather_tensor=None, dst=None, group=None, async_op=False, group_dst=None):
     code, base = code_and_word("gather", tensor, async_op, writes=False)
@@ -228,8 +236,7 @@ def _gather_single(tensor, gather_tensor=None, dst=None, group=None, async_op=Fa
             count = tensor.size
             x, nbytes, _ = pack_input(tensor)
             descriptor = checked_descriptor(group)
-            size, root = size_of(descriptor), group_rank_of(descriptor, dst, group_dst, by_group)
-            expect(descriptor, code, 0, (size if root == word(descriptor, _RANK) else 0) * max(1, count))
+            root = _checked_root(descriptor, code, dst, group_dst, by_group, 0, max(1, count))
             result_of(call_c_entry(descriptor, code, x, None, nbytes, base, root))
 
         return alone
@@ -242,8 +249,7 @@ def _gather_single(tensor, gather_tensor=None, dst=None, group=None, async_op=Fa
         count, whole = tensor.size, gather_tensor.size
         (x, nbytes, _), (out, _, back) = pack_input(tensor), pack(gather_tensor)
         descriptor = checked_descriptor(group)
-        size, root = size_of(descriptor), group_rank_of(descriptor, dst, group_dst, by_group)
-        expect(descriptor, code, whole, size * count if root == word(descriptor, _RANK) else whole)
+        root = _checked_root(descriptor, code, dst, group_dst, by_group, whole, count)
         result_of(call_c_entry(descriptor, code, x, out, nbytes, base, root))
         if root == word(descriptor, _RANK):
             put(back, out)
@@ -263,8 +269,7 @@ def _scatter_single(tensor, scatter_tensor=None, src=None, group=None, async_op=
             count = tensor.size
             out, nbytes, back = pack(tensor)
             descriptor = checked_descriptor(group)
-            size, root = size_of(descriptor), group_rank_of(descriptor, src, group_src, by_group)
-            expect(descriptor, code, 0, (size if root == word(descriptor, _RANK) else 0) * max(1, count))
+            root = _checked_root(descriptor, code, src, group_src, by_group, 0, max(1, count))
             result_of(call_c_entry(descriptor, code, None, out, nbytes, base, root))
             put(back, out)
 
@@ -278,8 +283,7 @@ def _scatter_single(tensor, scatter_tensor=None, src=None, group=None, async_op=
         count, whole = tensor.size, scatter_tensor.size
         (out, nbytes, back), (x, _, _) = pack(tensor), pack_input(scatter_tensor)
         descriptor = checked_descriptor(group)
-        size, root = size_of(descriptor), group_rank_of(descriptor, src, group_src, by_group)
-        expect(descriptor, code, whole, size * count if root == word(descriptor, _RANK) else whole)
+        root = _checked_root(descriptor, code, src, group_src, by_group, whole, count)
         result_of(call_c_entry(descriptor, code, x, out, nbytes, base, root))
         put(back, out)
 
