@@ -197,13 +197,17 @@ class Progress:
         Called without the lock, since it may take long.
         """
         ended = self.exchange.ended
-        while first := list(ended)[:1]:
+        while ended:
             try:
-                self._finish(*first)
+                received = ended[0]
+            except IndexError:  # another thread was faster
+                return
+            try:
+                self._finish(received)
             except BaseException:
                 # A signal handler has raised. The next thread that waits copies the message again.
-                if not first[0][0].ended and first[0] not in ended:
-                    ended.appendleft(first[0])
+                if not received[0].ended and received not in ended:
+                    ended.appendleft(received)
                 raise
             self.lock.ring_bells()  # the thread that drives may wait for this receive
 
