@@ -98,16 +98,13 @@ class FileStore(TableStore):
         return FileStore(self.path, self.world_size, self.timeout)
 
     def close(self) -> None:
-        if (
-            self._pid != os.getpid()
-        ):  # a forked child: a thread of its parent may hold the lock of its copy for ever
-            self._closed = True
-            return
         self._closed = True
+        # In a forked child, a thread of the parent may hold the mutex's copy for ever.
+        if self._pid != os.getpid():
+            return
         with self._mutex:
-            if (
-                not self._is_inside
-            ):  # else a signal handler has interrupted the operation; this process leaves at exit
+            # If a signal handler has interrupted an operation, this process leaves at its exit.
+            if not self._is_inside:
                 self._leave()
 
     @contextmanager

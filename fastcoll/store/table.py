@@ -309,9 +309,10 @@ class TableStore(Store):
         return self._do(Op.GET, [key])[0]
 
     def add(self, key: str, amount: int) -> int:
-        if not -(1 << 63) <= whole("amount", amount) < 1 << 63:
+        number = whole("amount", amount)
+        if not -(1 << 63) <= number < 1 << 63:
             raise UsageError(f"amount is {amount}; a store's numbers have 64 bits")
-        return int(self._do(Op.ADD, [key], [f"{whole('amount', amount):d}"])[0])
+        return int(self._do(Op.ADD, [key], [f"{number:d}"])[0])
 
     def check(self, keys: Sequence[str]) -> bool:
         keys = checked_keys(keys)
