@@ -111,7 +111,7 @@ class Work(Future[Any]):
     # use. A thread that makes one sets `has_listeners` before it checks `ended`; `complete` sets `ended` before it
     # checks `has_listeners`. So at least one of the two threads sees what the other has set.
     ended = has_listeners = _observed = False  # _observed: a thread has read how the operation ended
-    returned: Any = None  # what the synchronous call would have returned
+    returned: Any = None  # the value that the synchronous call returns
     error: BaseException | None = None
     _has_begun = False
     noted_by: UnobservedWorks | None = None
@@ -226,7 +226,7 @@ class Work(Future[Any]):
         return self.error
 
     def result(self, timeout: Timeout = None) -> Any:
-        """Wait like `wait`, then return what the synchronous call would have returned.
+        """Wait like `wait`, then return the value that the synchronous call returns.
 
         That is the sender's rank for a receive, a new array for an in-place operation on an immutable array (JAX's),
         and None for all other operations.
@@ -363,7 +363,8 @@ class WorkFuture(futures.Future[Any]):
         except Exception:
             if not self._work.is_completed():
                 raise
-        self.block(ENDLESS)  # what this future returns or raises, a callback of `then` may determine
+        # A callback of `then` may determine what this future returns or raises.
+        self.block(ENDLESS)
 
     def new_future(self) -> WorkFuture:
         return WorkFuture(self._work)

@@ -176,7 +176,7 @@ class CallLog:
         self._close()
 
     def _close(self) -> None:
-        """Close the file, which stays mapped and cannot grow any more."""
+        """Close the file. It stays mapped, and does not grow after this."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1

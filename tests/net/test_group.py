@@ -356,7 +356,7 @@ def test_a_rank_without_descriptors_fails_all_ranks_with_the_reason(monkeypatch:
 
 @pytest.mark.parametrize("is_raised", [True, False])
 def test_a_group_lacks_a_last_descriptor(is_raised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank lacks it: it raises its limit; or, if it cannot, it tells the other, which has made the group."""
+    """The rank that lacks it raises its limit. If it cannot, it tells the other rank, which has made the group."""
     lacks, make = iter([True]), os.eventfd
 
     def eventfd(*args: int) -> int:

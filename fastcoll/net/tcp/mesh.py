@@ -303,9 +303,8 @@ class Mesh:
                     return [peer for peer in self._watched if peer not in self._control.peers]
 
                 doing = f"connecting the ranks of the group {self._name}"
-                started = max(
-                    meeting.began, time.monotonic() + 1.0 - meeting.timeout
-                )  # so that at least 1 s is left
+                # At least 1 s is left.
+                started = max(meeting.began, time.monotonic() + 1.0 - meeting.timeout)
                 wait = Wait(self.monitor, doing, unconnected, meeting.timeout, started)
                 self._dial_control([peer for peer in self._watched if peer > self.rank], wait)
                 self._await(lambda: not unconnected(), wait)
@@ -360,10 +359,8 @@ class Mesh:
             dial_all(dials, look, made)
         except RendezvousError as error:
             peer = next((dial.peer for dial in dials if dial.does_not_fit), None)
-            if (
-                peer is None or not self._is_made
-            ):  # raise the error unchanged; the meeting passes it on to the other ranks
-                raise
+            if peer is None or not self._is_made:
+                raise  # unchanged; the meeting passes it on to the other ranks
             raise AbortedError(f"{self.monitor.name(peer)}: {error}", [self._members[peer].rank]) from error
 
     def _connection(
