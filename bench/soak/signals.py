@@ -42,6 +42,8 @@ def run(amount: int, seed: int) -> Report:
     """Send signals to `amount` launchers."""
     report, dice = Report(), random.Random(seed)
     took, early = list[float](), 0
+    for each in _SIGNALS:  # a launcher inherits ignored signals, as under nohup, and would rightly ignore them
+        signal.signal(each, signal.SIG_DFL)
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "program.py")
         program.write_text(_PROGRAM)
