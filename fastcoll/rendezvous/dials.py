@@ -41,6 +41,9 @@ Wish = tuple[int, int] | float
 class Dial:
     """A dial to a group rank, from the interface `source` to the peer's address `target`.
 
+    Args:
+        name: the peer in error messages, as in "rank 1".
+
     Attributes:
         connection: the socket, once `is_done`.
         reason: why the last try failed.
@@ -54,12 +57,13 @@ class Dial:
         self,
         endpoint: Endpoint,
         peer: int,
+        name: str,
         kind: ConnectionKind,
         stream: int,
         source: Interface,
         target: tuple[str, int],
     ) -> None:
-        self.peer = peer
+        self.peer, self._name = peer, name
         self.where = f"{shown(*target)} from {source}"
         self.reason = "no answer"
         self.refused_since: float | None = None
@@ -101,7 +105,7 @@ class Dial:
                     self.connection.send(error.answer)
                 self.close()
                 self.does_not_fit = True
-                raise RendezvousError(f"the rank at {self.where} cannot be joined: {error}") from error
+                raise RendezvousError(f"{self._name} at {self.where} cannot be joined: {error}") from error
             except OpeningError as error:
                 self.reason, refused = str(error), False
             except OSError as error:

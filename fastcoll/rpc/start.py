@@ -309,6 +309,7 @@ def _dialed(
     dial = Dial(
         roster.endpoint,
         to.id,
+        f"worker {to.name}",
         ConnectionKind.RPC,
         0,
         roster.interfaces[0],

@@ -242,7 +242,7 @@ def test_a_dial_is_refused_as_long_as_nothing_else_has_failed(monkeypatch: pytes
 
     monkeypatch.setattr(Dial, "_try", fail)
     endpoint, here = Endpoint(bytes(16), 0, 2, b"", False), Interface("lo", "127.0.0.1")
-    dial = Dial(endpoint, 1, ConnectionKind.DATA, 0, here, (here.address, 1))
+    dial = Dial(endpoint, 1, "rank 1", ConnectionKind.DATA, 0, here, (here.address, 1))
     until(lambda: dial.step() or len(tried) == 5)
     assert tried[0] is None
     assert tried[1] == tried[2] is not None

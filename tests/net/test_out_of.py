@@ -29,7 +29,7 @@ with contextlib.ExitStack() as stack:
 
     def dial():
         endpoint = Endpoint(bytes(16), 0, 2, b"", False)
-        made = dials.Dial(endpoint, 1, ConnectionKind.DATA, 0, Interface("eth0", here), (here, 5000))
+        made = dials.Dial(endpoint, 1, "rank 1", ConnectionKind.DATA, 0, Interface("eth0", here), (here, 5000))
         dials.dial_all([made], lambda: None)
 
     dials.PORTLESS_SECONDS = tcp_store.PORTLESS_SECONDS = 0.2

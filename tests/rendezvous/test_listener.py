@@ -69,7 +69,7 @@ def comes_through(listener: Listener, arrived: list[tuple[Opening, socket.socket
 
 def dialed(listener: Listener, endpoint: Endpoint = SEATS[0]) -> Dial:
     """Return an open connection, with a limit that only ends a hang."""
-    one = Dial(endpoint, 1, ConnectionKind.DATA, 0, LO, (LO.address, listener.ports[0]))
+    one = Dial(endpoint, 1, "rank 1", ConnectionKind.DATA, 0, LO, (LO.address, listener.ports[0]))
     end = time.monotonic() + 60
 
     def look() -> None:

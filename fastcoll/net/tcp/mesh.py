@@ -329,7 +329,8 @@ class Mesh:
         index = (min(self.rank, peer) + stream) % len(self._roster.interfaces)
         listens, source = self._roster.places[peer], self._roster.interfaces[index]
         target = listens.addresses[index], listens.ports[index]
-        return Dial(self._roster.endpoint, peer, kind, stream, source, target)
+        name = self.monitor.name(peer)
+        return Dial(self._roster.endpoint, peer, name, kind, stream, source, target)
 
     def _make_connections(self, dials: Sequence[Dial], wait: Wait, enter: Callable[[Dial], object]) -> None:
         """Make connections, and call `enter` for each, unless the mesh is closed meanwhile."""

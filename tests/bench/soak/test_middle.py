@@ -21,6 +21,8 @@ SURVIVED, NAMED, WRONG = "survived", "named", "wrong data"
 # The harm, where it is done, and what it may be for a rank.
 CASES = {
     "cut": (Case("cut", 1, DATA, 1, True), {NAMED}),
+    "doubled in an opening": (Case("double", 1, 50, 30, False), {NAMED}),
+    "flipped in a proof": (Case("flip", 1, OPENING_SIZE + 4, 3, True), {NAMED}),
     "stalled": (Case("stall", 1, DATA, 1, True), {SURVIVED}),
     "doubled": (Case("double", 1, DATA, 8, True), {NAMED}),
     "flipped in a header": (Case("flip", 1, HEADER + 2, 5, True), {NAMED}),
