@@ -20,6 +20,7 @@ from pathlib import Path
 from fastcoll.launch.nodes import free_port
 from fastcoll.testing.worker import shm_names
 
+from .fleet import left_in_shm
 from .report import Report, percentile
 
 _RANKS = 3
@@ -42,7 +43,8 @@ def run(amount: int, seed: int) -> Report:
     """Send signals to `amount` launchers."""
     report, dice = Report(), random.Random(seed)
     took, early = list[float](), 0
-    for each in _SIGNALS:  # a launcher inherits ignored signals, as under nohup, and would rightly ignore them
+    # Under nohup a launcher would inherit that SIGHUP is ignored, and rightly ignore it.
+    for each in _SIGNALS:
         signal.signal(each, signal.SIG_DFL)
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "program.py")
@@ -73,7 +75,7 @@ def run(amount: int, seed: int) -> Report:
                 report.fail(f"{case}: ended after {took[-1]:.1f} s")
             if left := _left(mark):
                 report.fail(f"{case}: {left} are left")
-            if names := shm_names() - before:
+            if names := left_in_shm(before):
                 report.fail(f"{case}: {names} in shared memory are left")
             launcher.kill()
             launcher.wait()
