@@ -32,7 +32,17 @@ from ..record.recorder import GroupRecorder
 from ..store import Store
 from ..system.processes import Member
 from . import context_layout as words
-from . import movement, open_calls, reductions, requests, ring_kernels, symmetric, tuning_cache, tuning_table
+from . import (
+    movement,
+    open_calls,
+    reductions,
+    requests,
+    ring_kernels,
+    slot_memory,
+    symmetric,
+    tuning_cache,
+    tuning_table,
+)
 from .callers import ShmNativeCalls
 from .calls import Calls
 from .context import ShmContext, backoff, words_for
@@ -296,7 +306,8 @@ _ENTRIES: dict[str, Entry] = {entry.name: entry for entry in _COLLECTIVES} | {"e
 
 ENTRIES: tuple[Entry, ...] = (
     waiting.seize, shared_words.publish, shared_words.read,
-    open_calls.take_over, open_calls.watch, tuning_table.read_clock, reductions.barrier, *_COLLECTIVES,
+    open_calls.take_over, open_calls.watch, slot_memory.free, tuning_table.read_clock,
+    reductions.barrier, *_COLLECTIVES,
     ring_kernels.send, ring_kernels.receive, requests.post_send, requests.post_receive, requests.wait, requests.test,
     requests.attend, ring_kernels.begin, ring_kernels.accept, ring_kernels.acknowledge, ring_kernels.advance,
     ring_kernels.claim, ring_kernels.retire,

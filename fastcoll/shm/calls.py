@@ -29,7 +29,7 @@ from ..p2p.transfers import kind_of
 from ..record import dump
 from ..record.recorder import GroupRecorder
 from ..system.processes import Member, dead_among
-from . import arena, movement, rounds
+from . import arena, movement, rounds, slot_memory
 from . import context_layout as words
 from .context import CallReport, CallSpec, ShmContext, changed, pinned
 from .layout import PUSHING, REACH
@@ -165,13 +165,12 @@ class Calls:
         return code == DONE
 
     def allocate_slots(self) -> None:
-        """Allocate the memory of this rank's slots.
+        """Allocate the memory of this rank's slots, for a call that owns the context.
 
         Raises:
             ResourceError: /dev/shm is full.
         """
-        self._segment.allocate(*self._segment.layout.slots_of(self.gate.rank))
-        self.context.words[words.ALLOCATED] = 1
+        slot_memory.allocate(self._segment, self.context, self.gate.rank)
 
     def _refuse_to_read(self, entry: Entry, look: Callable[[int], None]) -> None:
         """Raise the reason why a peer's array cannot be read: a death, a failure of the group, or the array itself."""
@@ -244,5 +243,6 @@ class Calls:
 
     def close(self) -> None:
         """Unmap peers' arenas. No call may run afterwards."""
+        slot_memory.forget(self.context)
         for mapping in self._mapped:
             mapping.close()

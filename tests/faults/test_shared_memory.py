@@ -87,6 +87,28 @@ if __name__ == "__main__":
 """
 
 
+MANY_GROUPS = """
+import os
+os.environ["FASTCOLL_SHM_ALGORITHMS"] = "close"  # through the slots
+import numpy as np, fastcoll as dist
+
+def work():
+    groups = [dist.new_group() for _ in range(30)]
+    for turn in range(2):
+        for number, group in enumerate(groups):
+            x = np.arange(100_000.0) + turn + number + dist.get_rank()
+            dist.all_reduce(x, group=group)
+            assert (x == 2 * (np.arange(100_000.0) + turn + number) + 1).all()
+            assert dist.all_reduce(np.ones(100_000), group=groups[number - 1], async_op=True).wait()
+    status = os.statvfs("/dev/shm")
+    return (status.f_blocks - status.f_bfree) * status.f_frsize >> 20
+
+if __name__ == "__main__":
+    for used in dist.run(work, 2):
+        print("RESULT", used)
+"""
+
+
 OF_TWO_USERS = """
 import sys
 import numpy as np, fastcoll as dist
@@ -145,6 +167,12 @@ def test_memory_that_is_full_when_a_group_needs_more_is_an_error_on_every_rank(t
         _, *ranks = said.split("\t")
         assert all("KiB are needed" in text and "--shm-size" in text for text in ranks), said
         assert any(": ResourceError: /dev/shm has " in text for text in ranks), said
+
+
+def test_thirty_groups_with_large_calls_fit_into_a_small_shared_memory(tmp_path):
+    """Their slots would take 60 MiB."""
+    for result in run_behind(tmp_path, SHM.format("size=16m"), MANY_GROUPS):
+        assert int(result.split()[1]) <= 13, result
 
 
 def test_shared_arrays_beyond_the_free_memory_are_ordinary_ones(tmp_path):

@@ -15,6 +15,8 @@ CONTEXT, WHAT, ARENA, ARRAYS = (k << 20 for k in range(1, 5))
 SHARED_ARRAYS = SHARED + (1 << 30)
 IN, OUT, ENDING = 0, 1 << 10, -1
 DIRECT = 5
+LOST = -7  # a word whose memory has been freed
+HAS_MEMORY = ARRAYS - 8  # of a rank: whether the memory of its slots is allocated
 
 
 class Call(NamedTuple):
@@ -60,6 +62,7 @@ class World:
         arena: whether arrays are in arenas, which peers map.
         quitter: a rank that fails the group when a wait returns in vain.
         crowded: whether ranks sleep until their peers wake them.
+        frees: whether a rank frees its slots before each call, if that is allowed.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class World:
         arena: bool = False,
         quitter: int = -1,
         crowded: bool = False,
+        frees: bool = False,
         plant: str = "",
     ) -> None:
         is_direct = "direct" in calls or "%" in calls
@@ -84,6 +88,7 @@ class World:
         self.machine, self.made = load(plant, layout=sizes, single_copy=pieces, rounds=rounds)
         self.size, self.hurried, self.arena, self.quitter = size, hurried, arena, quitter
         self.crowded, self.made.rounds.wake = crowded, self.machine.wake
+        self.frees, self.made.slot_memory._madvise = frees, self.lose
         self.calls = [Call.parse(each) for each in calls.split(", ")]
         # Room for a word of each rank and one more; slots are powers of two.
         room = 1 << (8 * size + 7).bit_length()
@@ -100,11 +105,9 @@ class World:
         self.rank, plain_store = 0, self.machine.store
 
         def store(address: int, value: Any) -> None:
-            first, nbytes = self.layout.slots_of(self.rank)
-            if 0 <= address - SHARED - first < nbytes:
-                assert self.machine.load(CONTEXT + 8 * self.made.context_layout.ALLOCATED), (
-                    "no memory has ended with"
-                )
+            first, nbytes = self.slots_of(self.rank)
+            if 0 <= address - first < nbytes:
+                assert self.machine.load(HAS_MEMORY), "no memory has ended with"
             plain_store(address, value)
 
         self.machine.store = store  # type: ignore[method-assign]
@@ -128,6 +131,18 @@ class World:
     def section(self, rank: int) -> int:
         return SHARED + self.layout.section(rank)
 
+    def slots_of(self, rank: int) -> tuple[int, int]:
+        """Address and bytes of a rank's slots."""
+        first, nbytes = self.layout.slots_of(rank)
+        return SHARED + first, nbytes
+
+    def lose(self, address: int, nbytes: int, advice: int) -> int:
+        """Replace madvise: the content of memory is lost, and further memory has to be allocated."""
+        for word in range(address, address + nbytes, 8):
+            self.machine.store(word, LOST)
+        self.machine.store(HAS_MEMORY, 0)
+        return 0
+
     def go_on(self, rank: int, at: tuple[int, int]) -> tuple[int, int] | None:
         number, how = at
         r, words, m = self.made.rounds, self.made.context_layout, self.machine
@@ -137,6 +152,8 @@ class World:
         self.lag, direct = (0, False) if how & r.HELD else (call.lags[rank], call.direct[rank])
         self.algorithm = DIRECT if direct else 0
         if not how & (r.RESUMED | r.HELD):
+            if self.frees and m.load(HAS_MEMORY):
+                self.made.slot_memory.free(CONTEXT, *self.slots_of(rank))
             given = call.given(number + 1, rank)
             m.store_words(self.array(rank, IN), given)
             before = given if call.kind == "all_reduce" else [0] * self.outputs(call)
@@ -152,6 +169,7 @@ class World:
             return number, ENDING
         if code == UNALLOCATED:
             m.store(CONTEXT + 8 * words.ALLOCATED, 1)
+            m.store(HAS_MEMORY, 1)
         if code in (AGAIN, WORKED, UNALLOCATED):
             return number, how & ~r.HELD | r.RESUMED
         if code == MIXED:

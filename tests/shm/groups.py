@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import os
 import time
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import numpy as np
 import fastcoll as dist
 from fastcoll.shm import arena, autotune
 from fastcoll.shm import context_layout as at
+from fastcoll.shm.segment import Segment
 from fastcoll.testing.worker import Footprint
 
 
@@ -69,3 +72,23 @@ def holdings(files: str = "") -> dict[str, int]:
         "mappings": len(mappings()),
         "names": sum(f"-{os.getpid()}-" in name for name in os.listdir("/dev/shm")),
     }
+
+
+def allocated_pages(segment: Segment) -> set[int]:
+    """Return the numbers of the segment's pages that are allocated and have been accessed or populated."""
+    pages = (ctypes.c_ubyte * (segment.layout.nbytes // mmap.PAGESIZE))()
+    address, nbytes = ctypes.c_void_p(segment.address), ctypes.c_size_t(segment.layout.nbytes)
+    assert ctypes.CDLL(None).mincore(address, nbytes, pages) == 0
+    return {number for number, page in enumerate(pages) if page & 1}
+
+
+def pages_of(*parts: tuple[int, int]) -> set[int]:
+    """Return the numbers of the pages of some parts of a segment, each with its offset and bytes."""
+    return {page // mmap.PAGESIZE for at, nbytes in parts for page in range(at, at + nbytes, mmap.PAGESIZE)}
+
+
+def allocated(group: Any) -> int:
+    """Return how many bytes of this rank's slots are allocated."""
+    segment = group.backend._segment
+    slots = pages_of(segment.layout.slots_of(group.rank))
+    return len(slots & allocated_pages(segment)) * mmap.PAGESIZE

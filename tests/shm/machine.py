@@ -33,7 +33,7 @@ READ, LOAD, STORE, SWAP, AWAIT, REST, END = "read", "load", "store", "swap", "aw
 _FILES = (
     "kernels.primitives kernels.futex kernels.copy kernels.waiting kernels.lines kernels.pyobjects shm.layout "
     "shm.autotune shm.context_layout shm.rounds shm.validate shm.single_copy shm.movement shm.reductions shm.rings "
-    "shm.ring_kernels shm.requests"
+    "shm.ring_kernels shm.requests shm.slot_memory"
 ).split()
 
 FOUND = "gave|is read while|store plainly|deadlock|has ended with|is seen as|is not allocated"

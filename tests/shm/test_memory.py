@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import threading
 import time
@@ -15,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from messages.worlds import DEADLINE, Rank, RingWorld
-from shm.groups import holdings, mappings
+from shm.groups import allocated, allocated_pages, holdings, mappings, pages_of
 
 import fastcoll as dist
 from fastcoll.shm import context_layout as at
 from fastcoll.shm import rings
 from fastcoll.shm.layout import RING_CONTROL
 from fastcoll.shm.meeting import choose_layout
-from fastcoll.shm.segment import Segment
 
 BYTES_A_RANK = 6 << 20
 WARM_UP = 30
@@ -37,26 +34,6 @@ def test_a_real_group_maps_no_more(rank: int, world_size: int) -> None:
     assert all(0 < nbytes <= world_size * BYTES_A_RANK for nbytes in mappings())
     dist.destroy_process_group(group)
     assert mappings() == before
-
-
-def allocated_pages(segment: Segment) -> set[int]:
-    """Return the numbers of the segment's pages that are allocated and have been accessed or populated."""
-    pages = (ctypes.c_ubyte * (segment.layout.nbytes // mmap.PAGESIZE))()
-    address, nbytes = ctypes.c_void_p(segment.address), ctypes.c_size_t(segment.layout.nbytes)
-    assert ctypes.CDLL(None).mincore(address, nbytes, pages) == 0
-    return {number for number, page in enumerate(pages) if page & 1}
-
-
-def pages_of(*parts: tuple[int, int]) -> set[int]:
-    """Return the numbers of the pages of some parts of a segment, each with its offset and bytes."""
-    return {page // mmap.PAGESIZE for at, nbytes in parts for page in range(at, at + nbytes, mmap.PAGESIZE)}
-
-
-def allocated(group: Any) -> int:
-    """Return how many bytes of this rank's slots are allocated."""
-    segment = group.backend._segment
-    slots = pages_of(segment.layout.slots_of(group.rank))
-    return len(slots & allocated_pages(segment)) * mmap.PAGESIZE
 
 
 def exchanges(n: int, group: Any) -> dict[str, Callable[[], Any]]:

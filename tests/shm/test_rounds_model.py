@@ -55,6 +55,10 @@ OTHERS: list[tuple[int, str, dict[str, Any]]] = [
     (2, "all_reduce, barrier, all_reduce", {"crowded": True}),
     (2, "broadcast 3", {"crowded": True}),
     (2, "reduce 2 @1 +1, broadcast 2", {"crowded": True}),
+    # Ranks that free their slots between calls.
+    (2, "all_reduce 3 +1, broadcast, broadcast 3 @1 +1, all_reduce 2", {"frees": True}),
+    (2, "broadcast 3 +1, sizes_differ 2, all_reduce 3, broadcast 2", {"frees": True, "again": True}),
+    (3, "broadcast 3, barrier, all_reduce 2", {"slot": 16, "frees": True}),
     pytest.param(4, "all_reduce, all_reduce, all_reduce", {"group": 2}, marks=pytest.mark.long),
 ]  # fmt: skip
 
@@ -109,6 +113,26 @@ def test_a_planted_fault_is_found(size: int, program: str, plant: str) -> None:
     slot = 64 if "blocks" in program else 8
     with pytest.raises(AssertionError, match=FOUND):
         explore(size, program, again=size == 2, slot=slot, group=2 * (size > 2), plant=f"shm.rounds: {plant}")
+
+
+def test_slots_freed_before_a_peer_has_read_them_are_found() -> None:
+    with pytest.raises(AssertionError, match=FOUND):
+        explore(
+            2,
+            "broadcast 3, all_reduce 3",
+            frees=True,
+            plant="shm.slot_memory: load_acquire(word) < => load_acquire(word) + 1 <",
+        )
+
+
+def test_freed_slots_are_allocated_again() -> None:
+    with pytest.raises(AssertionError, match="no memory has ended with"):
+        explore(
+            2,
+            "broadcast 3, all_reduce 3",
+            frees=True,
+            plant="shm.slot_memory: at.ALLOCATED, 0 => at.ALLOCATED, 1",
+        )
 
 
 def test_a_rank_that_nobody_wakes_is_found() -> None:

@@ -1,0 +1,117 @@
+"""The memory of the slots of this process's groups.
+
+A group's first call that writes into its slots allocates them: 2 MiB a rank, or less if /dev/shm is small. A process
+keeps at most 32 MiB of slots, and at most its share of three quarters of /dev/shm. When a further group allocates its
+own, or /dev/shm is full, the process frees the slots of the groups that have held theirs for longest. Such a group
+allocates them again at its next call that needs them, which takes about 2 ms (2-core VM, Linux 6.18).
+
+Invariant: a rank frees its slots only if no call of this rank uses them, because it owns the context, and no peer may
+still read them, because every peer's CONSUMED has reached this rank's ROUND (rounds.py). A group that has failed keeps
+its slots, because a peer that does not know of the failure may still read a round of the call that failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from typing import NamedTuple
+
+from ..compiler.jit import entry, external
+from ..core.status import DONE, LATER
+from ..errors import ResourceError
+from ..kernels.primitives import (
+    load_acquire,
+    load_word,
+    store_release,
+    store_word,
+    swap_if_equal,
+    this_thread,
+)
+from ..kernels.pyobjects import Index, integer
+from . import context_layout as at
+from . import layout
+from .context import ShmContext
+from .rounds import section
+from .segment import Segment, all_bytes, allocates_later
+
+_MOST_BYTES = 32 << 20
+_MADV_REMOVE = 9  # linux/mman.h; Python has the name only where its C library has it
+
+_madvise = external("madvise", "int32(int64, int64, int32)")
+
+
+class _Holder(NamedTuple):
+    """A group whose slots are allocated, and the whole pages that they have."""
+
+    context: ShmContext
+    address: int
+    nbytes: int
+
+
+_holders: list[_Holder] = []  # the group that has held its slots for longest is first
+
+
+def allocate(segment: Segment, context: ShmContext, rank: int) -> None:
+    """Allocate the memory of a rank's slots, for a call that owns the context.
+
+    Raises:
+        ResourceError: /dev/shm is full, and no other group of this process can free its slots.
+    """
+    start, nbytes = segment.layout.slots_of(rank)
+    most = min(_MOST_BYTES, all_bytes() * 3 // 4 // segment.layout.size)
+    while sum(holder.nbytes for holder in list(_holders)) + nbytes > most and _free_one():
+        pass
+    while True:
+        try:
+            segment.allocate(start, nbytes)
+            break
+        except ResourceError:
+            if not _free_one():
+                raise
+    context.words[at.ALLOCATED] = 1
+    if allocates_later():
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        _holders.append(_Holder(context, segment.address + first, end - first))
+
+
+def forget(context: ShmContext) -> None:
+    """Forget a group that is closing; the memory of its slots is freed with its segment."""
+    for holder in list(_holders):
+        if holder.context is context:
+            _drop(holder)
+
+
+def _free_one() -> bool:
+    """Free the slots of the group that has held them for longest, of those that can; return whether there is one."""
+    for holder in list(_holders):
+        context, address, nbytes = holder
+        # A group that has failed or is closing frees its slots at its end.
+        if context[at.SHUT] or free.call(context.address, address, nbytes) == DONE:
+            _drop(holder)
+            return True
+    return False
+
+
+def _drop(holder: _Holder) -> None:
+    with contextlib.suppress(ValueError):  # another thread has dropped it
+        _holders.remove(holder)
+
+
+@entry
+def free(context: Index, address: Index, nbytes: Index) -> int:
+    """Free a rank's slots, nbytes at an address: return DONE, or LATER if a call or a peer may still use them."""
+    c = integer(context)
+    if not swap_if_equal(c + 8 * at.BUSY, 0, this_thread()):
+        return LATER
+    code = DONE if load_acquire(c + 8 * at.SHUT) == 0 else LATER
+    for peer in range(load_word(c, at.SIZE)):
+        word = section(c, peer) + layout.CONSUMED
+        if peer != load_word(c, at.RANK) and load_acquire(word) < load_word(c, at.ROUND):
+            code = LATER
+    if code == DONE and _madvise(integer(address), integer(nbytes), _MADV_REMOVE) == 0:
+        store_word(c, at.ALLOCATED, 0)
+    else:
+        code = LATER
+    store_release(c + 8 * at.BUSY, 0)
+    return code
