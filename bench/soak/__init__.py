@@ -7,6 +7,8 @@ stops      a rank is stopped for less than the timeout, and for good
 starving   eight ranks run beside four busy loops
 strangers  connections with garbage are made to every port of a job
 signals    a launcher gets a signal at a random moment
+elastic    ranks, joiners and launchers of elastic jobs are killed
+rpc        a worker of remote calls is killed
 churn      ranks join and are killed, and the survivors make a new group, again and again
 history    clients of a store are killed and stopped; the store's answers must be linearizable
 schedules  ranks are delayed at random points inside calls

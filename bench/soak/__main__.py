@@ -36,6 +36,8 @@ SOAKS = {
     "frames": Soak(3000, 100_000, "broken frames of a member"),
     "middle": Soak(15, 500, "groups whose connections are harmed"),
     "signals": Soak(8, 300, "launchers"),
+    "elastic": Soak(8, 300, "jobs of which processes are killed"),
+    "rpc": Soak(10, 300, "worlds of which a worker is killed"),
     "churn": Soak(20, 1800, "seconds"),
     "history": Soak(5, 3000, "seconds"),
     "schedules": Soak(1000, 100_000, "calls", schedules.JITTER),

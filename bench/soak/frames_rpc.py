@@ -133,8 +133,9 @@ class _Answering:
 
     def take_over(self, connection: socket.socket, rank: int) -> None:
         self._connections.append(connection)
-        self._threads.append(threading.Thread(target=self._answer, args=(connection,)))
-        self._threads[-1].start()
+        thread = threading.Thread(target=self._answer, args=(connection,))
+        thread.start()
+        self._threads.append(thread)  # `close` may not join it before it has started
 
     def _answer(self, connection: socket.socket) -> None:
         pickled, buffers = pickling.dumps(np.arange(10), current_agent().workers[0])

@@ -95,7 +95,9 @@ def answer_badly(fleet: Fleet, count: int, seed: int) -> None:
 
     def broken(*args: Any, **named: Any) -> bytes:
         fleet.turns[ATTACKER] += 1
-        return mutated(dice, encode(*args, **named), HEADER)[1]
+        whole = encode(*args, **named)
+        # At least one byte: a server that does not answer at all is a slow one to its client, which then waits longer.
+        return mutated(dice, whole, HEADER)[1] or whole[:1]
 
     store_protocol.encode_frame = broken  # type: ignore[assignment]
     with TCPStore(HERE, 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE) as store:

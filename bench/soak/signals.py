@@ -20,7 +20,7 @@ from pathlib import Path
 from fastcoll.launch.nodes import free_port
 from fastcoll.testing.worker import shm_names
 
-from .fleet import left_in_shm
+from .fleet import left_in_shm, marked
 from .report import Report, percentile
 
 _RANKS = 3
@@ -73,8 +73,8 @@ def run(amount: int, seed: int) -> Report:
                 report.fail(f"{case}: exit code {code}")
             if took[-1] > _END_SECONDS:
                 report.fail(f"{case}: ended after {took[-1]:.1f} s")
-            if left := _left(mark):
-                report.fail(f"{case}: {left} are left")
+            if left := marked(mark):
+                report.fail(f"{case}: {list(left.values())} are left")
             if names := left_in_shm(before):
                 report.fail(f"{case}: {names} in shared memory are left")
             launcher.kill()
@@ -104,13 +104,3 @@ def _draw(dice: random.Random, program: str) -> tuple[list[str], list[signal.Sig
     )
     command = [sys.executable, "-m", "fastcoll.launch", "-n", str(_RANKS), *again, program]
     return [*command, dice.choice(["shm", "tcp"])], [dice.choice(_SIGNALS)] * dice.choice([1, 1, 2])
-
-
-def _left(mark: str) -> list[str]:
-    """Return the living processes of a job, found by a mark in their environment."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
-            if mark.encode() in (process / "environ").read_bytes():  # a zombie has no environment
-                found.append((process / "cmdline").read_text().replace("\0", " ")[:60])
-    return found

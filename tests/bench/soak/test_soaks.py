@@ -20,7 +20,7 @@ BENCH = Path(__file__).parents[3] / "bench"
 # Fewer than `short`, which takes half a minute.
 AMOUNTS = {
     "kills": 30, "phases": 30, "survivors": 5, "stops": 12, "starving": 9, "strangers": 10_000,
-    "frames": 1500, "middle": 10, "signals": 4, "churn": 10, "history": 5, "schedules": 500,
+    "frames": 1500, "middle": 10, "signals": 4, "elastic": 4, "rpc": 6, "churn": 10, "history": 5, "schedules": 500,
 }  # fmt: skip
 # They also find ranks and launchers that react too late.
 TIMED = ("kills", "phases", "stops", "signals")
