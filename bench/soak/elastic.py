@@ -8,6 +8,7 @@ launcher and the ranks of another node, with or without the store, must end with
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -224,7 +225,8 @@ class _Job:
         if self.case.launcher >= 0:
             self._launchers[self.case.launcher].kill()
         elif ranks := self._ranks(0):
-            os.kill(dice.choice(sorted(ranks)), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(dice.choice(sorted(ranks)), signal.SIGKILL)
 
     def output(self) -> str:
         """Return what the job has written so far."""

@@ -8,6 +8,7 @@ names the killed worker, within a second (p99); calls between other workers go o
 from __future__ import annotations
 
 import operator
+import os
 import random
 import signal
 import threading
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from fastcoll import FastcollError, rpc
+from fastcoll import FastcollError, config, rpc
 from fastcoll.testing.worker import Footprint, lasting, shm_names
 
 from .fleet import End, Fleet, left_in_shm
@@ -130,11 +131,13 @@ def work(fleet: Fleet, rank: int, case: Case, seed: str) -> tuple[Seen, Any]:
     """Run a worker until all have seen the death, or are asked to leave."""
     before, seen = Footprint.now(), Seen()
     options = rpc.RpcBackendOptions(init_method=f"file://{fleet.folder}/meet", rpc_timeout=_TIMEOUT)
-    if case.moment == "start":
-        options.rpc_timeout = _START_TIMEOUT
-    began = time.monotonic()
+    if case.moment == "start":  # perhaps no other worker knows of the victim, and all wait for the timeout
+        os.environ["FASTCOLL_TIMEOUT"] = str(_START_TIMEOUT)
+        config.forget()
+    began, has_joined = time.monotonic(), False
     try:
         rpc.init_rpc(f"w{rank}", rank=rank, world_size=WORKERS, rpc_backend_options=options)
+        has_joined = True
         threads = [
             threading.Thread(
                 target=_call_others, args=(fleet, rank, case, random.Random(f"{seed} {rank} {k}"), seen)
@@ -145,13 +148,17 @@ def work(fleet: Fleet, rank: int, case: Case, seed: str) -> tuple[Seen, Any]:
             thread.start()
         for thread in threads:
             thread.join()
-        fleet.marks[_DONE + rank] = 1.0
-        if case.moment != "end":  # a worker that leaves earlier is missed by others
-            for other in range(WORKERS):
-                if other != case.victim:
-                    fleet.await_mark(_DONE + other)
-        began = time.monotonic()
-        rpc.shutdown(graceful=case.moment == "end")
+    except FastcollError as error:
+        seen.errors.append((str(error), getattr(error, "ranks", ()), began, time.monotonic()))
+    fleet.marks[_DONE + rank] = 1.0
+    if case.moment != "end":  # a worker that leaves earlier is missed by others
+        for other in range(WORKERS):
+            if other != case.victim:
+                fleet.await_mark(_DONE + other)
+    began = time.monotonic()
+    try:
+        if has_joined:
+            rpc.shutdown(graceful=case.moment == "end")
     except FastcollError as error:
         seen.errors.append((str(error), getattr(error, "ranks", ()), began, time.monotonic()))
     del options
