@@ -59,7 +59,7 @@ def allocate(segment: Segment, context: ShmContext, rank: int) -> None:
     """
     start, nbytes = segment.layout.slots_of(rank)
     most = min(_MOST_BYTES, all_bytes() * 3 // 4 // segment.layout.size)
-    while sum(holder.nbytes for holder in list(_holders)) + nbytes > most and _free_one():
+    while sum(holder.nbytes for holder in _holders.copy()) + nbytes > most and _free_one():
         pass
     while True:
         try:
@@ -77,14 +77,14 @@ def allocate(segment: Segment, context: ShmContext, rank: int) -> None:
 
 def forget(context: ShmContext) -> None:
     """Forget a group that is closing; the memory of its slots is freed with its segment."""
-    for holder in list(_holders):
+    for holder in _holders.copy():
         if holder.context is context:
             _drop(holder)
 
 
 def _free_one() -> bool:
     """Free the slots of the group that has held them for longest, of those that can; return whether there is one."""
-    for holder in list(_holders):
+    for holder in _holders.copy():
         context, address, nbytes = holder
         # A group that has failed or is closing frees its slots at its end.
         if context[at.SHUT] or free.call(context.address, address, nbytes) == DONE:
