@@ -45,9 +45,8 @@ def announce(event):
     """Make an event odd; return its value, with which the thread may sleep on it if its word is still the old one."""
     seen = load_acquire(event)
     if seen & 1 == 0:
-        swap_if_equal(
-            event, seen, seen + 1
-        )  # if this fails, another thread has made it odd, or the writer has come
+        # If this fails, another thread has made it odd, or the writer has come.
+        swap_if_equal(event, seen, seen + 1)
     full_fence()
     return seen | 1
 

@@ -21,7 +21,6 @@ from ..errors import RendezvousError, ResourceError
 from ..store.encryption import encrypt
 from ..store.opening import ConnectionKind, Dialing, Endpoint, OpeningError, RefusedError, Role
 from ..system.address import (
-    MORE_DESCRIPTORS,
     PORTLESS_SECONDS,
     no_descriptor,
     portless,
@@ -150,7 +149,7 @@ class Dial:
 def _exhausted(error: OSError, where: str) -> ResourceError | None:
     """Return the error if no descriptor was free and the limit cannot be raised; else None, and the dial is retried."""
     lacking = no_descriptor(error, f"cannot connect to {where}")
-    return None if lacking and raise_limit(MORE_DESCRIPTORS, "connections") else lacking
+    return None if lacking and raise_limit("connections") else lacking
 
 
 def dial_all(

@@ -54,7 +54,6 @@ from ..store.secret import SAME_SECRET, job_secret, proof, warn_if_open
 from ..store.serving import release
 from ..store.views import local_address
 from ..system.address import (
-    MORE_DESCRIPTORS,
     PORTLESS_SECONDS,
     no_descriptor,
     no_port,
@@ -160,7 +159,7 @@ class Listener(serving.SocketServer):
                 self._drop(oldest, f"one of more than {MOST_OPENINGS} openings")
 
     def refuse(self, listening: socket.socket, error: OSError) -> None:
-        if error.errno == errno.EMFILE and raise_limit(MORE_DESCRIPTORS, "connections of other ranks"):
+        if error.errno == errno.EMFILE and raise_limit("connections of other ranks"):
             return
         now = time.monotonic()
         if self._lacking is None or now - self._lacking[1] > PORTLESS_SECONDS:

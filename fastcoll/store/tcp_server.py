@@ -15,7 +15,6 @@ from functools import partial
 
 from ..system.address import (
     CURE,
-    MORE_DESCRIPTORS,
     inherit_listener,
     listen,
     name_of,
@@ -125,7 +124,7 @@ class TCPServer(SocketServer):
             self.pause()
             return
         self._close_spare()
-        if not raise_limit(MORE_DESCRIPTORS, f"the store's {len(self._links)} connections and more"):
+        if not raise_limit(f"the store's {len(self._links)} connections and more"):
             # The accept may fail because no connection waits: EMFILE is reported before the kernel looks for one.
             with contextlib.suppress(OSError):
                 connection, address = listening.accept()

@@ -258,7 +258,7 @@ CURE = "raise it before the start (ulimit -n, systemd's LimitNOFILE=, docker's -
 
 
 # By this number the limit is raised if the caller does not need a particular number of descriptors.
-MORE_DESCRIPTORS = 1024
+_MORE_DESCRIPTORS = 1024
 
 
 def no_descriptor(error: BaseException, what: str) -> ResourceError | None:
@@ -289,10 +289,10 @@ def make_room(connections: int, what: str) -> None:
             f"{what} needs {needed} file descriptors, and process {os.getpid()} on {os.uname().nodename} may have "
             f"{hard}; {CURE}"
         )
-    raise_limit(needed - soft, what)
+    raise_limit(what, needed - soft)
 
 
-def raise_limit(by: int, what: str) -> bool:
+def raise_limit(what: str, by: int = _MORE_DESCRIPTORS) -> bool:
     """Raise the soft limit of file descriptors by `by`, as far as the hard limit allows.
 
     Returns:

@@ -34,7 +34,7 @@ import time
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from .address import MORE_DESCRIPTORS, raise_limit, shown
+from .address import raise_limit, shown
 from .forks import at_fork
 
 _log = logging.getLogger("fastcoll")
@@ -337,7 +337,7 @@ def _descriptors(connection: socket.socket) -> tuple[socket.socket, socket.socke
             undo.pop_all()
             return program, pair, tcp
     except OSError as error:
-        if error.errno != errno.EMFILE or not raise_limit(MORE_DESCRIPTORS, "encrypted connections"):
+        if error.errno != errno.EMFILE or not raise_limit("encrypted connections"):
             raise
     return _descriptors(connection)
 

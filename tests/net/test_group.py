@@ -338,7 +338,7 @@ def test_a_rank_without_descriptors_fails_all_ranks_with_the_reason(monkeypatch:
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(dials, "PORTLESS_SECONDS", 0.0)
-    monkeypatch.setattr(dials, "raise_limit", lambda by, what: False)
+    monkeypatch.setattr(dials, "raise_limit", lambda what: False)
     calls: list[Callable[[ProcessGroup], Any]] = [
         lambda group: group.fast.all_reduce(np.ones(4)),
         lambda group: group.fast.recv(np.ones(4), 0) if group.rank else group.fast.send(np.ones(4), 1),
@@ -365,7 +365,7 @@ def test_a_group_lacks_a_last_descriptor(is_raised: bool, monkeypatch: pytest.Mo
         return make(*args)
 
     monkeypatch.setattr(os, "eventfd", eventfd)
-    monkeypatch.setattr(pipe, "raise_limit", lambda by, what: is_raised)
+    monkeypatch.setattr(pipe, "raise_limit", lambda what: is_raised)
     if is_raised:
         with groups(2) as made:
             assert everybody(made, lambda group: group.fast.barrier()) == [None, None]

@@ -238,7 +238,7 @@ def test_a_failing_group_does_not_affect_other_groups(listener, arrived, caplog)
 
 
 def test_the_listener_works_after_a_lack_of_descriptors(listener, arrived, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(listening, "raise_limit", lambda by, what: False)
+    monkeypatch.setattr(listening, "raise_limit", lambda what: False)
     accept = socket.socket.accept
     refusals = [OSError(errno.EMFILE, "Too many open files")] * 2
 
@@ -255,7 +255,7 @@ def test_the_listener_works_after_a_lack_of_descriptors(listener, arrived, caplo
 
 def test_a_long_lack_of_descriptors_is_an_error(listener, arrived, monkeypatch) -> None:
     assert listener.lack() is None
-    monkeypatch.setattr(listening, "raise_limit", lambda by, what: False)
+    monkeypatch.setattr(listening, "raise_limit", lambda what: False)
     monkeypatch.setattr(listener, "pause", lambda: None)
     now = [100.0]
     monkeypatch.setattr(listening, "time", SimpleNamespace(monotonic=lambda: now[0]))

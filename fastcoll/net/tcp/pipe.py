@@ -24,7 +24,7 @@ from ...kernels.shared_words import publish_in
 from ...kernels.sockets import CLOSED
 from ...p2p.pipe import Ack, Begun, Header, WordPipe
 from ...p2p.transfers import Send
-from ...system.address import MORE_DESCRIPTORS, no_descriptor, raise_limit
+from ...system.address import no_descriptor, raise_limit
 from . import mail_frames as f
 from . import mail_kernels as kernels
 from .mesh import Mesh
@@ -265,6 +265,6 @@ def _make_bell() -> int:
         return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     except OSError as error:
         lacking = no_descriptor(error, "making a group over the network")
-        if lacking is None or not raise_limit(MORE_DESCRIPTORS, "groups"):
+        if lacking is None or not raise_limit("groups"):
             raise lacking or error from error
     return _make_bell()
