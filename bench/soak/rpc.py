@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -120,7 +121,10 @@ def judge(case: Case, end: End, pid: int) -> list[str]:
     faults = [*seen.wrong, *([f"left behind: {left}"] if left else [])]
     for text, ranks, _, _ in seen.errors:
         named = f"rank {case.victim} " in text or ranks == (case.victim,)
-        if not named and not (case.moment == "start" and f"{case.victim}" in text):
+        # A worker that died before it joined is a process, or missing at the timeout.
+        if not named and not (
+            case.moment == "start" and re.search(rf"rank\(s\) .*{case.victim}|process {pid} ", text)
+        ):
             faults.append(f"does not name w{case.victim} (pid {pid}), but {ranks}: {text}")
     if case.moment == "calls" and not seen.errors:
         faults.append("saw no error")
