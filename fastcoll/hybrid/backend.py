@@ -124,10 +124,9 @@ class HybridBackend(Backend):
                 # An internal group knows only its own ranks. If one of these ranks has ended, that rank may have failed
                 # before, and have published the reason to all ranks of `everyone`.
                 failure = everyone.monitor.decide([], f"making the group {name}") or error
-            for index in range(topology.rails):  # a rank that is making a rail checks only that rail's store
-                GroupMeeting(PrefixStore(f"rail{index}", store), members, rank, timeout, name).publish_error(
-                    failure
-                )
+            # A rank that is making the group of a node or of a rail checks only the store of that group.
+            for label in (f"node{topology.node}", *(f"rail{index}" for index in range(topology.rails))):
+                GroupMeeting(PrefixStore(label, store), members, rank, timeout, name).publish_error(failure)
             if everyone is not None:
                 why = f"{members[rank]} could not make the group {name}: {str(error) or type(error).__name__}"
                 everyone.fail(failure if isinstance(failure, GroupError) else AbortedError(why))

@@ -16,7 +16,7 @@ from net.meshes import crew as mesh_crew
 from rendezvous.observed import store_messages
 
 import fastcoll as dist
-from fastcoll import AbortedError, MismatchError, ReduceOp
+from fastcoll import AbortedError, FastcollError, MismatchError, ReduceOp, ResourceError
 from fastcoll.core.group import ProcessGroup
 from fastcoll.hybrid import backend as hybrid
 from fastcoll.hybrid.backend import DIRECT, HybridBackend
@@ -84,6 +84,26 @@ def check_narrow(rank: int, size: int, nbytes: int) -> None:
         assert len(set(found)) == 1
         dist.all_reduce(lost)
         assert 0 < np.abs(lost).max() <= bound
+
+
+@pytest.mark.limit(100)
+@ranks(EVEN)
+def test_a_rank_that_fails_before_its_node_meets_is_named_to_its_node(
+    rank: int, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have made the group over TCP by then, and wait in the meeting of the node or of a rail."""
+    start(EVEN)
+    dist.barrier()
+    if rank == 0:
+        plain = TcpBackend.make
+
+        def fail(*args: object) -> None:
+            plain(*args).close(None)
+            raise ResourceError("made to fail")
+
+        monkeypatch.setattr(TcpBackend, "make", fail)
+    with pytest.raises(FastcollError, match="made to fail"):
+        dist.new_group(timeout=1000)
 
 
 def call_for_ever(call: Callable[[], object]) -> None:
