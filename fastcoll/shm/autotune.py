@@ -122,15 +122,17 @@ def choose_none(t):
 
 
 @kernel
-def choose(t, operation, nbytes, algorithms, phase):
+def choose(t, operation, nbytes, algorithms, first, phase):
     """Choose one of `algorithms`, given as bits, for a call, and start the clock.
+
+    `first` is the algorithm of a row without times, if it is one of `algorithms`.
 
     `phase` is the call number modulo LOOK at which algorithms are tried. A sender and a receiver choose independently;
     with different phases they never try an algorithm in the same call.
     """
     row = _row(t, operation, nbytes)
     number = load_word(row, CALLS)
-    algorithm = _best_of(row, algorithms)
+    algorithm = _best_of(row, algorithms, first)
     if number >= WARM:
         if number % LOOK == phase:
             algorithm = _to_try(row, algorithms, algorithm, number)
@@ -150,8 +152,8 @@ def _row(t, operation, nbytes):
 
 
 @kernel
-def _best_of(row, algorithms):
-    """Return the fastest of `algorithms` by the times in the row."""
+def _best_of(row, algorithms, first):
+    """Return the fastest of `algorithms` by the times in the row; without times `first`, or else another one."""
     best = load_word(row, BEST)
     if algorithms >> best & 1 and load_word(row, TIMES + best) != 0:
         return best
@@ -161,8 +163,7 @@ def _best_of(row, algorithms):
         if algorithms >> algorithm & 1 and time != 0 and (found < 0 or time < load_word(row, TIMES + found)):
             found = algorithm
     if found < 0:
-        # No times yet: AHEAD is seldom much slower than the best.
-        found = AHEAD if algorithms >> AHEAD & 1 else CLOSE
+        found = first if algorithms >> first & 1 else CLOSE
         while algorithms >> found & 1 == 0:
             found += 1
     return found
@@ -267,7 +268,7 @@ def conclude(t):
 @inlined
 def best_algorithm(t, operation, nbytes, algorithms):
     """Return the fastest of `algorithms` for an operation that is not measured."""
-    return _best_of(_row(t, operation, nbytes), algorithms)
+    return _best_of(_row(t, operation, nbytes), algorithms, AHEAD)
 
 
 @kernel

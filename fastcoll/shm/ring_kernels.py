@@ -38,7 +38,18 @@ from ..p2p.pipe import (
 from ..p2p.pipe import NOTHING as NO_EVENT
 from ..p2p.transfers import DTYPE_BITS
 from . import rings as r
-from .autotune import ALGORITHM, CLOSE, DIRECT, LARGE, SMALLEST, best_algorithm, choose, choose_none, conclude
+from .autotune import (
+    AHEAD,
+    ALGORITHM,
+    CLOSE,
+    DIRECT,
+    LARGE,
+    SMALLEST,
+    best_algorithm,
+    choose,
+    choose_none,
+    conclude,
+)
 from .context_layout import SHUT
 from .validate import CALL, data_of, is_plain, nbytes_of, spec_of
 
@@ -79,7 +90,7 @@ def choose_algorithm(m, operation, nbytes, smallest, phase):
     choose_none(t)
     algorithms = _algorithms(m, operation, nbytes, smallest)
     if algorithms:
-        choose(t, operation, nbytes, algorithms, phase)
+        choose(t, operation, nbytes, algorithms, AHEAD, phase)
     return load_word(t, ALGORITHM)
 
 

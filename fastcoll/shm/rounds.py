@@ -245,7 +245,12 @@ def begin(handle, operation, nbytes, moving, direct):
                 algorithms |= 1 << autotune.DIRECT
             if algorithms:
                 row = operation + _OPERATIONS if direct == SHARED else operation
-                autotune.choose(tuning_at(c), row, nbytes, algorithms, 3)
+                # AHEAD is seldom much slower than the best. But if ranks share cores, every rank needs a core for each
+                # round, and DIRECT has no rounds. Up to 16 ranks, reductions take longer by it.
+                has_rounds = load_word(c, at.CROWDED) and nbytes > load_word(c, at.SLOT)
+                many = moving or load_word(c, at.COMBINED)
+                first = autotune.DIRECT if has_rounds and many else autotune.AHEAD
+                autotune.choose(tuning_at(c), row, nbytes, algorithms, first, 3)
 
 
 @inlined

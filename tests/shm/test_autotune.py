@@ -12,7 +12,7 @@ from shm.groups import assert_same_everywhere, rows_of
 import fastcoll as dist
 from fastcoll.compiler.jit import entry
 from fastcoll.core import signature
-from fastcoll.kernels.primitives import address_of
+from fastcoll.kernels.primitives import address_of, load_word
 from fastcoll.kernels.pyobjects import Index, integer
 from fastcoll.shm import autotune, tuning_table
 from fastcoll.shm import context_layout as at
@@ -23,8 +23,17 @@ ALL_REDUCE = signature.code_of("all_reduce")
 
 @entry
 def choose(t: Index, operation: Index, nbytes: Index, algorithms: Index) -> int:
-    autotune.choose(integer(t), integer(operation), integer(nbytes), integer(algorithms), 3)
+    first = autotune.AHEAD
+    autotune.choose(integer(t), integer(operation), integer(nbytes), integer(algorithms), first, 3)
     return 0
+
+
+@entry
+def choose_first(t: Index, first: Index) -> int:
+    """Choose the algorithm of the first call of a row, of which CLOSE, AHEAD and DIRECT are allowed."""
+    allowed = 1 << autotune.CLOSE | 1 << autotune.AHEAD | 1 << autotune.DIRECT
+    autotune.choose(integer(t), ALL_REDUCE, LARGE, allowed, integer(first), 3)
+    return int(load_word(integer(t), autotune.ALGORITHM))
 
 
 @entry
@@ -64,6 +73,15 @@ class Learner:
         learner = cls(known)
         learner.run(number, times)
         return learner
+
+
+def test_a_row_without_times_begins_with_the_given_algorithm_if_it_is_allowed():
+    for first, chosen in (
+        (autotune.DIRECT, autotune.DIRECT),
+        (autotune.AHEAD, autotune.AHEAD),
+        (autotune.PAST, autotune.CLOSE),
+    ):
+        assert choose_first.call(address_of(Learner().table), first) == chosen
 
 
 @pytest.mark.parametrize("algorithms", [2, 3, autotune.ALGORITHMS])
