@@ -14,6 +14,7 @@ import gc
 import mmap
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import sys
@@ -216,6 +217,11 @@ def left_in_shm(before: set[str], seconds: float = 2.0) -> set[str]:
     while (left := shm_names() - before) and time.monotonic() < end:
         time.sleep(0.01)
     return left
+
+
+def names_absent(text: str, rank: int, pid: int) -> bool:
+    """Return whether an error of a start names a rank that died before it had joined: it is missing, or a process."""
+    return bool(re.search(rf"(rank\(s\)|missing:) [^(]*\b{rank}\b|process {pid} on ", text))
 
 
 def marked(mark: str) -> dict[int, str]:

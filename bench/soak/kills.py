@@ -28,7 +28,7 @@ from fastcoll.launch.nodes import free_port
 from fastcoll.testing.worker import Footprint, clock_at_work, lasting, shm_names
 
 from .calls import CALLS, ONE_NODE
-from .fleet import End, Fleet, left_in_shm, live_on_nodes
+from .fleet import End, Fleet, left_in_shm, live_on_nodes, names_absent
 from .report import Report, percentile
 
 BACKENDS = ("shm", "tcp", "auto")  # auto: on two nodes with half of the ranks each
@@ -194,9 +194,7 @@ def judge(case: Case, end: End, pid: int) -> list[str]:
         return faults if case.moment == "leave" else [*faults, "saw no error"]
     if case.moment == "start":
         # A rank that died before it joined is missing at the timeout.
-        named = f"rank {case.victim}" in text or re.search(
-            rf"(rank\(s\)|missing:) [^(]*\b{case.victim}\b|process {pid} on ", text
-        )
+        named = f"rank {case.victim}" in text or names_absent(text, case.victim, pid)
     else:
         # While a group is made, an error may also name survivors that have failed and ended.
         others = case.op == "new_group" and case.victim in outcome["ranks"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 import os
 import random
-import re
 import signal
 import threading
 import time
@@ -24,7 +23,7 @@ import numpy as np
 from fastcoll import FastcollError, config, rpc
 from fastcoll.testing.worker import Footprint, lasting, shm_names
 
-from .fleet import End, Fleet, left_in_shm
+from .fleet import End, Fleet, left_in_shm, names_absent
 from .report import Report, percentile
 
 WORKERS, THREADS = 4, 2
@@ -121,10 +120,7 @@ def judge(case: Case, end: End, pid: int) -> list[str]:
     faults = [*seen.wrong, *([f"left behind: {left}"] if left else [])]
     for text, ranks, _, _ in seen.errors:
         named = f"rank {case.victim} " in text or ranks == (case.victim,)
-        # A worker that died before it joined is a process, or missing at the timeout.
-        if not named and not (
-            case.moment == "start" and re.search(rf"rank\(s\) .*{case.victim}|process {pid} ", text)
-        ):
+        if not named and not (case.moment == "start" and names_absent(text, case.victim, pid)):
             faults.append(f"does not name w{case.victim} (pid {pid}), but {ranks}: {text}")
     if case.moment == "calls" and not seen.errors:
         faults.append("saw no error")
