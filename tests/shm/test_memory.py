@@ -16,6 +16,7 @@ from messages.worlds import DEADLINE, Rank, RingWorld
 from shm.groups import allocated, allocated_pages, holdings, mappings, pages_of
 
 import fastcoll as dist
+from fastcoll import config
 from fastcoll.shm import context_layout as at
 from fastcoll.shm import rings
 from fastcoll.shm.layout import RING_CONTROL
@@ -61,17 +62,20 @@ def test_memory_of_slots_is_allocated_before_the_first_write(
 ) -> None:
     """A rank must not write into memory for which there may be no room."""
     monkeypatch.setenv("FASTCOLL_SHM_ALGORITHMS", algorithm)
+    config.forget()
     for name in exchanges(1, dist.new_group()):
         group = dist.new_group()
         exchanges(n, group)[name]()
         words = group.backend.context.words
         expected = group.backend._segment.layout.slots_of(rank)[1] if words[at.ALLOCATED] else 0
         assert allocated(group) == expected, name
+        dist.destroy_process_group(group)
+        if algorithm == "direct":
+            continue  # which needs slots for some operations
         if n == 1 and name not in ("all_to_all", "scatter", "reduce_scatter"):
             assert expected == 0, name
-        elif n == 100_000 and algorithm == "close" and (rank == 0 or name not in ("broadcast", "scatter")):
+        elif n == 100_000 and (rank == 0 or name not in ("broadcast", "scatter")):
             assert expected, name
-        dist.destroy_process_group(group)
 
 
 def test_only_rings_with_messages_take_memory() -> None:

@@ -14,6 +14,7 @@ import pytest
 from shm.groups import allocated
 
 import fastcoll as dist
+from fastcoll import config
 from fastcoll.core.status import DONE, LATER
 from fastcoll.shm import context_layout as at
 from fastcoll.shm import slot_memory
@@ -41,6 +42,7 @@ def free(group: Any) -> int:
 def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Five groups that have made small calls, of which the process keeps the slots of two."""
     monkeypatch.setenv("FASTCOLL_SHM_ALGORITHMS", "close")
+    config.forget()
     made = [dist.new_group() for _ in range(5)]
     monkeypatch.setattr(slot_memory, "_MOST_BYTES", 2 * slot_bytes(made[0]))
     for group in made:
