@@ -10,15 +10,16 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 
-def fastcoll_ranks() -> tuple[int, Callable[[], Any], Callable[[Any, np.ndarray], Any]]:
+def fastcoll_ranks(backend: str) -> tuple[int, Callable[[], Any], Callable[[Any, np.ndarray], Any]]:
     import fastcoll as dist
 
-    dist.init_process_group()
+    dist.init_process_group(backend)
     return dist.get_rank(), dist.new_group, lambda group, x: dist.all_reduce(x, group=group)
 
 
@@ -55,11 +56,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--library", choices=["fastcoll", "gloo", "mpi"], default="fastcoll")
+    parser.add_argument("--backend", default="auto", help="of fastcoll")
     parser.add_argument("--groups", type=int, default=30)
     parser.add_argument("--bytes", type=int, default=8, help="of an all_reduce on each group")
     args = parser.parse_args()
-    ranks = {"fastcoll": fastcoll_ranks, "gloo": gloo_ranks, "mpi": mpi_ranks}[args.library]
-    rank, new_group, all_reduce = ranks()
+    ranks = {"fastcoll": partial(fastcoll_ranks, args.backend), "gloo": gloo_ranks, "mpi": mpi_ranks}
+    rank, new_group, all_reduce = ranks[args.library]()
     x, spent = np.ones(args.bytes // 8), np.zeros(1)
     all_reduce(None, x)
     all_reduce(None, spent)  # all ranks have begun
