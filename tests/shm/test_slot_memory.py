@@ -88,9 +88,8 @@ def test_a_group_that_is_inside_a_call_keeps_its_slots(rank, world_size, groups)
 def test_a_peer_that_has_not_read_a_round_keeps_the_slots(rank, world_size, groups) -> None:
     reduce(groups[0])
     dist.barrier()
-    groups[0].backend.context.words[at.ROUND] += (
-        1  # as if this rank had written a round that the peer has not read
-    )
+    # As if this rank had written a round that the peer has not read.
+    groups[0].backend.context.words[at.ROUND] += 1
     assert free(groups[0]) == LATER
     groups[0].backend.context.words[at.ROUND] -= 1
     assert holding(groups) == [0]
