@@ -66,6 +66,8 @@ class GroupRequest:
         digest = self._lease.store.get(f"{self.key}/asked/{rank}")
         request = self._lease.store.get(f"{self.key}/request/{digest.hex()}")
         other, theirs = json.loads(request)
+        if not other:
+            raise MismatchError(f"{self.doing}, call {self.key}: rank {rank} gave wrong arguments: {theirs}")
         left_out = None if all_ranks else self._left_out(rank, request, timeout)
         if left_out is None:
             raise MismatchError(
@@ -100,7 +102,8 @@ class GroupRequest:
         for number in range(int(self.key.removeprefix("group"))):
             ours, theirs = store.peek([f"group{number}/asked/{who}" for who in (mine, rank)])
             if ours == _digest(request) and theirs is not None and theirs != ours:
-                return list(json.loads(store.get(f"group{number}/request/{theirs.hex()}"))[0])
+                # None if the arguments of `rank` were refused in that call.
+                return list(json.loads(store.get(f"group{number}/request/{theirs.hex()}"))[0]) or None
         return None
 
     def _wait_for_all(self, ranks: Sequence[int], timeout: float) -> list[bytes]:
@@ -160,6 +163,11 @@ class _RequestMeeting(Meeting):
             me = self._lease.members[self._lease.rank]  # which the text of Ctrl-C does not name
             error = RendezvousError(f"{self.doing}: {me} was ended by {type(error).__name__}")
         super().publish_error(error)
+
+
+def publish_refusal(lease: StoreLease, key: str, error: Exception) -> None:
+    """Publish a request without ranks, by which the ranks that wait for this rank's request see why there is none."""
+    GroupRequest(lease, key, [], f"{type(error).__name__}: {error}").publish()
 
 
 class _FirstDiffersError(Exception):

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 from zlib import crc32
 
 from ..core.group import ProcessGroup
 from ..core.operands import WORLD_OF_ONE, check_unused, positive_seconds, whole, wholes
 from ..core.work import Timeout
-from ..errors import UsageError
+from ..errors import FastcollError, UsageError
 from ..failpoints import reach
 from .backends import Backend, BackendChoice, is_mpi_initialised, load, parse_backend
-from .group_requests import GroupRequest
+from .group_requests import GroupRequest, publish_refusal
 from .groups import Group, GroupMember, NonMember, get_backend_config, groups, of_job
 from .job import Job
 from .world import current_job
@@ -57,18 +58,23 @@ def new_group(
 
     Raises:
         UsageError: `ranks` is empty, has duplicates, or ranks that do not exist; another argument is wrong.
-        MismatchError: members passed different `ranks`; the message has both.
+        MismatchError: members passed different `ranks`, or another member's arguments are wrong; the message has both.
         PeerDiedError, StoreTimeoutError: a member died, or did not call this in time.
 
     Examples:
         >>> even = dist.new_group(range(0, dist.get_world_size(), 2))
     """
     job = current_job()
-    check_unused(pg_options, device_id)
-    size = len(job.lease.members)
-    chosen = _checked_ranks(ranks, size, sort_ranks)
-    choice = job.choice if backend is None else parse_backend(backend)
-    limit = positive_seconds(timeout, job.timeout)
+    try:
+        check_unused(pg_options, device_id)
+        chosen = _checked_ranks(ranks, len(job.lease.members), sort_ranks)
+        choice = job.choice if backend is None else parse_backend(backend)
+        limit = positive_seconds(timeout, job.timeout)
+    except Exception as error:
+        if not use_local_synchronization:  # the members of the group wait for this rank's request
+            with suppress(FastcollError, OSError), job.making([], "new_group"):
+                publish_refusal(job.lease, f"group{job.number('all')}", error)
+        raise
     # If the world has an NCCL communicator, split it, so that the group gets its own.
     world, in_order = groups.world, chosen == sorted(chosen)
     nccl = choice.by_device.get("cuda") == Backend.NCCL and world.failure is None

@@ -541,6 +541,22 @@ def test_different_ranks_for_one_group_are_an_error_that_names_both(rank: int) -
     assert total(dist.new_group()) == 3
 
 
+@pytest.mark.ranks(3)
+def test_wrong_arguments_of_one_rank_are_an_error_on_all_that_wait_for_it(rank: int) -> None:
+    wrong = ({"ranks": [0, 7]}, {"timeout": -5}, {"backend": 3}, {"pg_options": 4})
+    for call, arguments in enumerate(wrong):
+        name, refuser = next(iter(arguments)), call % 3
+        said = f"^{name} is " if rank == refuser else rf"rank {refuser} gave wrong arguments: \w+: {name} is "
+        with pytest.raises(UsageError, match=said):
+            dist.new_group(**arguments if rank == refuser else {})
+    if rank == 2:  # the members of the others' group do not wait for it
+        with pytest.raises(UsageError, match="ranks is "):
+            dist.new_group([7])
+    else:
+        assert total(dist.new_group([0, 1])) == 2
+    assert total(dist.new_group()) == 3
+
+
 @pytest.mark.ranks(4)
 def test_a_rank_that_leaves_out_a_call_for_another_group_is_warned_and_stays_in_step(
     rank: int, caplog: pytest.LogCaptureFixture
