@@ -176,7 +176,7 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return several ports, each free as `free_port` describes.
+    """Return several different ports, each free as `free_port` describes.
 
     No outgoing connection takes such a port before rank 0 listens, because the ports are below the kernel's range for
     outgoing connections. Two jobs may still draw the same port; rank 0's error then names the process that uses it.
@@ -187,13 +187,15 @@ def free_ports(count: int) -> list[int]:
     from ..system.address import tcp_sockets  # imported here, because it imports sockets
 
     used = {port for port, _, _ in tcp_sockets()}
+    taken = set(used)
     highest = _first_outgoing_port()
     pick = random.SystemRandom()  # a seeded global generator would give every job the same port
     ports: list[int] = []
     for _ in range(_ATTEMPTS * count):
         port = pick.randrange(_LOWEST, highest)
-        if not used & {port, port_beside(port)}:
+        if not taken & {port, port_beside(port)}:
             ports.append(port)
+            taken |= {port, port_beside(port)}
             if len(ports) == count:
                 return ports
     raise ResourceError(

@@ -29,11 +29,8 @@ def test_a_free_port_can_be_bound() -> None:
 
 
 def test_ports_in_use_are_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = set(range(65536)) - {
-        23453,
-        23456,
-        18456,
-    }  # 18453, where the store of a job at 23453 would listen, is used
+    # 18453, where the store of a job at 23453 would listen, is used
+    used = set(range(65536)) - {23453, 23456, 18456}
     monkeypatch.setattr("fastcoll.system.address.tcp_sockets", lambda: [(port, "", "") for port in used])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ports, "_LOWEST", 23450)
@@ -42,3 +39,12 @@ def test_ports_in_use_are_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     used |= set(range(65536))
     with pytest.raises(ResourceError, match=r"no free TCP port in 10000.*65536 are in use"):
         ports.free_port()
+
+
+def test_several_ports_are_different(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastcoll.system.address.tcp_sockets", list)
+    monkeypatch.setattr(ports, "_LOWEST", 23450)
+    monkeypatch.setattr(ports, "_first_outgoing_port", lambda: 23458)
+    assert sorted(ports.free_ports(8)) == list(range(23450, 23458))
+    with pytest.raises(ResourceError, match="no free TCP port"):
+        ports.free_ports(9)
