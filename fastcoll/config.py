@@ -136,7 +136,7 @@ SETTINGS: dict[str, Setting] = {
         "~/.config/fastcoll/secret",
     ),
     "FASTCOLL_SECRET_FILE": Setting(
-        _path, "", "file with the secret, readable by its owner only; FASTCOLL_SECRET has precedence"
+        _path, "", "file with the secret, not readable by others; FASTCOLL_SECRET has precedence"
     ),
     "FASTCOLL_INSECURE": Setting(
         _switch,

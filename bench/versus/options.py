@@ -20,6 +20,11 @@ from .peers import PEERS, parse_peer_python, parse_peers
 from .plan import DEFAULT_SIZES, OPERATIONS, UPDATES
 
 _SECONDS = 5.0
+# The benchmark's options that a comparison has; others are refused.
+_USES = (
+    "operations", "--ranks", "--begin", "--end", "--factor", "--sizes", "--dtype", "--backend", "--seconds", "--cores",
+    "--json", "--plot",
+)  # fmt: skip
 _EPILOG = f"""
 operations: {", ".join(OPERATIONS)} (all of these when none is given); and {", ".join(UPDATES)}
 
@@ -32,7 +37,7 @@ exit code: 0 done; 1 a side failed; 2 the command line is invalid, or no peer wa
 
 def main(words: Sequence[str]) -> int:
     """Run the comparison that a command line asks for; return the exit code."""
-    parser = make_parser()
+    parser = make_parser(_USES)
     parser.description = "Compare collective operations with those of other libraries."
     parser.epilog = _EPILOG
     usable = sorted(os.sched_getaffinity(0))
@@ -91,10 +96,6 @@ def _add_options(add: Callable[..., Any]) -> None:
 
 
 def _options_of(given: argparse.Namespace, words: Sequence[str]) -> Options:
-    if given.html:
-        raise UsageError("--html is not for a comparison; --plot draws it")
-    if given.csv:
-        raise UsageError("--csv is not for a comparison; --json has every round's times")
     if given.results and given.results.exists() and not given.results.is_dir():
         raise UsageError(f"--results {given.results} is no folder")
     options = Options(
