@@ -153,17 +153,24 @@ def _row(t, operation, nbytes):
 
 @kernel
 def _best_of(row, algorithms, first):
-    """Return the fastest of `algorithms` by the times in the row; without times `first`, or else another one."""
+    """Return the fastest of `algorithms` by the times in the row; without times `first`, or else AHEAD or another one.
+
+    DIRECT without hope counts as the slowest.
+    """
     best = load_word(row, BEST)
-    if algorithms >> best & 1 and load_word(row, TIMES + best) != 0:
+    if algorithms >> best & 1 and 0 < load_word(row, TIMES + best) < HOPELESS:
         return best
     found = -1
+    least = HOPELESS
     for algorithm in range(ALGORITHMS):
         time = load_word(row, TIMES + algorithm)
-        if algorithms >> algorithm & 1 and time != 0 and (found < 0 or time < load_word(row, TIMES + found)):
+        if algorithms >> algorithm & 1 and 0 < time < least:
             found = algorithm
+            least = time
     if found < 0:
-        found = first if algorithms >> first & 1 else CLOSE
+        found = first
+        if not algorithms >> first & 1 or load_word(row, TIMES + first) == HOPELESS:
+            found = AHEAD if algorithms >> AHEAD & 1 else CLOSE
         while algorithms >> found & 1 == 0:
             found += 1
     return found

@@ -37,6 +37,12 @@ def choose_first(t: Index, first: Index) -> int:
 
 
 @entry
+def give_up(t: Index) -> int:
+    autotune.give_up(integer(t))
+    return 0
+
+
+@entry
 def learn(t: Index, took: Index) -> int:
     """Do what the tuner does when all ranks have begun the call."""
     autotune.learn(integer(t), integer(took))
@@ -79,9 +85,17 @@ def test_a_row_without_times_begins_with_the_given_algorithm_if_it_is_allowed():
     for first, chosen in (
         (autotune.DIRECT, autotune.DIRECT),
         (autotune.AHEAD, autotune.AHEAD),
-        (autotune.PAST, autotune.CLOSE),
+        (autotune.PAST, autotune.AHEAD),
     ):
         assert choose_first.call(address_of(Learner().table), first) == chosen
+
+
+def test_a_rank_whose_peers_cannot_call_directly_stops_to_begin_with_it():
+    learner = Learner()
+    at = address_of(learner.table)
+    assert choose_first.call(at, autotune.DIRECT) == autotune.DIRECT
+    give_up.call(at)
+    assert [choose_first.call(at, autotune.DIRECT) for _ in range(5)] == [autotune.AHEAD] * 5
 
 
 @pytest.mark.parametrize("algorithms", [2, 3, autotune.ALGORITHMS])
