@@ -132,7 +132,7 @@ class ShmBackend(Backend):
         self._symmetric = SymmetricArrays(gate, self.monitor, self.context, self.fail)
         gate.also(
             inside=self.context.is_mine,
-            busy=lambda: self.context[words.BUSY] != 0 or bool(self._symmetric.waits),
+            busy=lambda: self.context[words.BUSY] not in (0, words.FREEING) or bool(self._symmetric.waits),
         )
         gate.queue.count_in(self.context.words[words.PENDING : words.PENDING + 1])
 
@@ -181,7 +181,8 @@ class ShmBackend(Backend):
             ResourceError: /dev/shm is full.
         """
         layout = self._segment.layout
-        self._segment.allocate(layout.section(self.gate.rank) + layout.relay_at + start, nbytes)
+        address = layout.section(self.gate.rank) + layout.relay_at + start
+        slot_memory.with_room(lambda: self._segment.allocate(address, nbytes))
 
     def begin_at_once(self) -> None:
         self.inline_start.begin_at_once()

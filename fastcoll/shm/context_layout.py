@@ -23,7 +23,7 @@ LARGEST = 10  # largest SHAPE of the meeting, for calls whose ranks may differ i
 ONE_SHOT = 11  # up to this many bytes every rank reduces everything itself
 LATE = 12  # the rank for which the last wait waited; -1 between calls
 SINCE = 13  # when this run of the entry closed its first round, in ns; 0 before
-BUSY = 14  # the thread whose call owns the context, 0 for none, OPEN for an open call (open_calls.py)
+BUSY = 14  # the thread whose call owns the context, 0 for none, OPEN for an open call (open_calls.py), or FREEING
 SHUT = 15  # not 0: the group has failed or was closed, so all calls go through Python
 PENDING = 16  # operations queued or running on the progress thread; synchronous calls queue behind them
 GIVEN = 17  # address of the spec of a PREPARED call
@@ -48,6 +48,7 @@ FULL_WAIT, BRIEF_WAIT, PENDING_WAIT, WAIT_WORDS = 38, 41, 44, 3
 ALLOCATED = 47  # 1: the memory of this rank's slots is allocated
 CROWDED = 48  # 1: there are more ranks than cores, so a rank that waits soon sleeps on the EVENT of its peer
 BACKOFF = 49  # the table of kernels/waiting.py
+FREEING = -2  # while a thread frees the slots (slot_memory.py), between two calls
 # Behind them: the table of autotune.py, the memo of call specs (validate.py), nine tables with one word for each rank.
 CHOOSING = BACKOFF + BACKOFF_WORDS
 MEMO = CHOOSING + table_words(2 * len(OPERATIONS))  # every operation twice: the second time for shared arrays

@@ -19,7 +19,7 @@ from ..rendezvous.assemble import GroupMeeting
 from ..store import Store
 from ..store.store import tries
 from ..system.processes import Member, describe_gone, gone_among, neighbours_of
-from . import tuning_table
+from . import slot_memory, tuning_table
 from .autotune import allowed_algorithms
 from .layout import ALGORITHMS, ATTACHED, LINE, ONE_SHOT_LIMIT, QUOTA, Layout, plan
 from .reach import Reach
@@ -55,11 +55,11 @@ def meet(
         try:
             if rank == 0:
                 sweep()
-                layout = choose_layout(len(members), relay)
+                layout = slot_memory.with_room(lambda: choose_layout(len(members), relay))
                 name = new_name()
                 published = tuning_table.to_publish(len(members), layout.slot)
                 neighbours = neighbours_of(members, crowd, members[rank].world_size)
-                segment = Segment.create(name, layout)
+                segment = slot_memory.with_room(lambda: Segment.create(name, layout))
                 segment.words[ONE_SHOT_LIMIT] = one_shot_limit(len(members))
                 segment.words[ALGORITHMS] = allowed_algorithms()
                 failpoints.reach("shm.meeting.after_create")

@@ -18,7 +18,7 @@ from ..kernels.shared_words import publish_in, read
 from ..p2p import handles
 from ..p2p.pipe import Ack, Begun, Header, Posted, WordPipe
 from ..p2p.transfers import Send, Transfer
-from . import autotune, requests, ring_kernels
+from . import autotune, requests, ring_kernels, slot_memory
 from . import rings as words
 from .context import BUDGET, BackoffCounts
 from .layout import RING_CONTROL
@@ -95,12 +95,12 @@ class RingPipe(WordPipe):
         """Allocate the ring to a peer: its control words, except for HEAD, and its memory.
 
         Raises:
-            ResourceError: /dev/shm is full.
+            ResourceError: /dev/shm is full, and no group of this process can free its slots.
         """
         layout = self._segment.layout
         _, control, memory = layout.ring_of(self._rank, peer)
-        self._segment.allocate(control, RING_CONTROL)
-        self._segment.allocate(memory, layout.ring)
+        slot_memory.with_room(lambda: self._segment.allocate(control, RING_CONTROL))
+        slot_memory.with_room(lambda: self._segment.allocate(memory, layout.ring))
         publish_in(self.rows.reshape(-1), peer * words.CHANNEL_WORDS + words.OUT_READY, 1)
 
     # ---- peers -----------------------------------------------------------------------------------

@@ -2,19 +2,21 @@
 
 A group's first call that writes into its slots allocates them: 2 MiB a rank, or less if /dev/shm is small. A process
 keeps at most 32 MiB of slots, and at most its share of three quarters of /dev/shm. When a further group allocates its
-own, or /dev/shm is full, the process frees the slots of the groups that have held theirs for longest. Such a group
-allocates them again at its next call that needs them, which takes about 2 ms (2-core VM, Linux 6.18).
+own, or /dev/shm is full (`with_room`), the process frees the slots of the groups that have held theirs for longest.
+Such a group allocates them again at its next call that needs them, which takes about 2 ms (2-core VM, Linux 6.18).
 
 Invariant: a rank frees its slots only if no call of this rank uses them, because it owns the context, and no peer may
-still read them, because every peer's CONSUMED has reached this rank's ROUND (rounds.py). A group that has failed keeps
-its slots, because a peer that does not know of the failure may still read a round of the call that failed.
+still read them, because every peer's CONSUMED has reached this rank's ROUND (rounds.py). A group keeps its slots if it
+has failed, and if a call has let go of the context without an end (WROTE is not 0), because the group is about to fail
+or to close: a peer that does not know of this may still read a round of that call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 from ..compiler.jit import entry, external
 from ..core.status import DONE, LATER
@@ -25,14 +27,16 @@ from ..kernels.primitives import (
     store_release,
     store_word,
     swap_if_equal,
-    this_thread,
 )
 from ..kernels.pyobjects import Index, integer
+from ..system.forks import at_fork
 from . import context_layout as at
 from . import layout
 from .context import ShmContext
 from .rounds import section
 from .segment import Segment, all_bytes, allocates_later
+
+_T = TypeVar("_T")
 
 _MOST_BYTES = 32 << 20
 _MADV_REMOVE = 9  # linux/mman.h; Python has the name only where its C library has it
@@ -49,6 +53,7 @@ class _Holder(NamedTuple):
 
 
 _holders: list[_Holder] = []  # the group that has held its slots for longest is first
+at_fork("slots", _holders.clear)  # in the child they are the parent's
 
 
 def allocate(segment: Segment, context: ShmContext, rank: int) -> None:
@@ -61,18 +66,26 @@ def allocate(segment: Segment, context: ShmContext, rank: int) -> None:
     most = min(_MOST_BYTES, all_bytes() * 3 // 4 // segment.layout.size)
     while sum(holder.nbytes for holder in _holders.copy()) + nbytes > most and _free_one():
         pass
-    while True:
-        try:
-            segment.allocate(start, nbytes)
-            break
-        except ResourceError:
-            if not _free_one():
-                raise
+    with_room(lambda: segment.allocate(start, nbytes))
     context.words[at.ALLOCATED] = 1
     if allocates_later():
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         _holders.append(_Holder(context, segment.address + first, end - first))
+
+
+def with_room(allocate: Callable[[], _T]) -> _T:
+    """Call a function that allocates memory in /dev/shm; while that is full, free slots of this process, and repeat.
+
+    Raises:
+        ResourceError: /dev/shm is full, and no group of this process can free its slots.
+    """
+    while True:
+        try:
+            return allocate()
+        except ResourceError:
+            if not _free_one():
+                raise
 
 
 def forget(context: ShmContext) -> None:
@@ -102,9 +115,9 @@ def _drop(holder: _Holder) -> None:
 def free(context: Index, address: Index, nbytes: Index) -> int:
     """Free a rank's slots, nbytes at an address: return DONE, or LATER if a call or a peer may still use them."""
     c = integer(context)
-    if not swap_if_equal(c + 8 * at.BUSY, 0, this_thread()):
+    if not swap_if_equal(c + 8 * at.BUSY, 0, at.FREEING):
         return LATER
-    code = DONE if load_acquire(c + 8 * at.SHUT) == 0 else LATER
+    code = DONE if load_acquire(c + 8 * at.SHUT) == 0 and load_word(c, at.WROTE) == 0 else LATER
     for peer in range(load_word(c, at.SIZE)):
         word = section(c, peer) + layout.CONSUMED
         if peer != load_word(c, at.RANK) and load_acquire(word) < load_word(c, at.ROUND):

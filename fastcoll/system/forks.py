@@ -20,6 +20,7 @@ ORDER = (
     "dump",
     "profile",  # the parent's logs belong to the parent
     "groups",  # makes groups unusable
+    "slots",
     "world",
     "servers",  # closes the listening sockets
     "tunnels",  # closes the copies of encrypted connections

@@ -5,8 +5,9 @@ test_rounds_model.py explores the schedules of ranks that free their slots betwe
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from shm.groups import allocated
 import fastcoll as dist
 from fastcoll import config
 from fastcoll.core.status import DONE, LATER
+from fastcoll.errors import ResourceError
 from fastcoll.shm import context_layout as at
 from fastcoll.shm import slot_memory
+from fastcoll.shm.segment import Segment
 
 
 def slot_bytes(group: Any) -> int:
@@ -104,3 +107,62 @@ def test_a_failed_group_keeps_its_slots(rank, world_size, groups) -> None:
         reduce(groups[number])
     assert free(groups[0]) == LATER
     assert holding(groups) == [0, 2, 3]
+
+
+@pytest.mark.ranks(2)
+def test_a_call_that_has_let_go_without_an_end_keeps_the_slots(rank, world_size, groups) -> None:
+    reduce(groups[0])
+    dist.barrier()
+    groups[0].backend.context.words[at.WROTE] = 1
+    assert free(groups[0]) == LATER
+    groups[0].backend.context.words[at.WROTE] = 0
+    assert holding(groups) == [0]
+
+
+@pytest.mark.ranks(2)
+def test_a_group_is_not_busy_while_its_slots_are_freed(rank, world_size, groups) -> None:
+    words = groups[0].backend.context.words
+    for owner, is_busy in ((at.FREEING, False), (threading.get_ident() + 1, True)):
+        words[at.BUSY] = owner
+        assert groups[0].gate.is_busy() == is_busy
+    words[at.BUSY] = 0
+
+
+@pytest.mark.ranks(2)
+def test_rings_and_groups_get_the_memory_of_slots_where_there_is_no_other(rank, groups, monkeypatch) -> None:
+    def while_no_group_has_slots(allocate: Callable[..., Any]) -> Callable[..., Any]:
+        def attempt(*arguments: Any) -> Any:
+            if slot_memory._holders:
+                raise ResourceError("/dev/shm is full")
+            return allocate(*arguments)
+
+        return attempt
+
+    monkeypatch.setattr(Segment, "allocate", while_no_group_has_slots(Segment.allocate))
+    monkeypatch.setattr(Segment, "create", while_no_group_has_slots(Segment.create))
+    reduce(groups[0])
+    dist.barrier()
+    x = np.zeros(4)
+    if rank:
+        dist.send(x, 0, groups[1])
+    else:
+        dist.recv(x, 1, groups[1])
+    assert holding(groups) == ([0] if rank == 0 else []), "only the sender needs a ring"
+    if rank == 0:
+        dist.send(x, 1, groups[1])
+    else:
+        dist.recv(x, 0, groups[1])
+    reduce(groups[2])
+    dist.barrier()
+    dist.destroy_process_group(dist.new_group())
+    assert holding(groups) == ([2] if rank else [])
+
+
+@pytest.mark.ranks(2)
+def test_a_forked_child_frees_no_slots_of_its_parent(rank, world_size, groups) -> None:
+    reduce(groups[0])
+    child = os.fork()
+    if child == 0:
+        os._exit(len(slot_memory._holders))
+    assert os.waitpid(child, 0)[1] == 0
+    assert holding(groups) == [0]
