@@ -36,3 +36,9 @@ def carrier_for(backend: str, group: ProcessGroup) -> DeviceCarrier:
     carrier = MpiCarrier(group) if aware else StagedCarrier(group)
     _log.info("arrays on GPUs of group %r: %s", group.name, type(carrier).__name__)
     return carrier
+
+
+def carrier_name(group: ProcessGroup) -> str:
+    """Return the class name of the carrier that has moved a group's arrays on GPUs, for tests and benchmarks."""
+    carrier = group.devices()
+    return type(getattr(carrier, "chosen", None) or carrier).__name__

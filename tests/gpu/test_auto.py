@@ -16,7 +16,7 @@ from fastcoll.core.work import Work
 from fastcoll.errors import FastcollError, GroupError, MismatchError
 from fastcoll.gpu import auto
 from fastcoll.gpu.auto import IPC, NCCL, STAGED, AutoCarrier, Facts, choose
-from fastcoll.gpu.carriers import carrier_for
+from fastcoll.gpu.carriers import carrier_for, carrier_name
 from fastcoll.gpu.staged import StagedCarrier
 
 from .fake_array import FakeArray
@@ -137,6 +137,13 @@ def test_ranks_that_differ_in_their_first_call_may_try_again():
         assert "here all_reduce" in str(results[0])
         assert everybody(made, lambda g: g.all_reduce(FakeArray(xs[g.rank]), ReduceOp.MAX)) == [None, None]
         assert isinstance(made[0].devices().chosen, StagedCarrier)
+        assert carrier_name(made[0]) == "StagedCarrier"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_name_of_a_carrier_that_nobody_had_to_choose():
+    with served(1, StagedCarrier) as (group,):
+        assert carrier_name(group) == "StagedCarrier"
 
 
 def test_a_rank_without_facts_fails_the_call_on_all_ranks(two_gpus, monkeypatch):
