@@ -71,6 +71,18 @@ def parse_dtype(text: str) -> np.dtype[Any]:
     return dtype
 
 
+def is_structured(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype is a record of the user's; bfloat16 without ml_dtypes is a record, too, but a number."""
+    return dtype.names is not None and dtype.name != "bfloat16"
+
+
+def number(value: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return an array of one element with this value, rounded to a number of `dtype`."""
+    if dtype.name == "bfloat16":
+        return rounded(np.full(1, value, np.float32), dtype)
+    return np.full(1, value, dtype)
+
+
 def widened(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if x.dtype.name != "bfloat16":
         return x.astype(np.float32)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.dtypes import is_structured
 from ...core import signature
 from ...core.backend import DeviceCarrier
 from ...core.group import ProcessGroup
@@ -237,7 +238,7 @@ class IpcCall(QueuedCall):
         balance = signature.balance(facts.rank, compared.gives, compared.takes) & at.BALANCE_MASK
         self._signature = signature.Signature(compared.call, compared.shape, balance)
         self._reducer = None if plain is None else cuda_reducer(plain, dtype)
-        for x in self.arrays if plain is not None and dtype.names is None else ():
+        for x in self.arrays if plain is not None and not is_structured(dtype) else ():
             if x.size and x.address % dtype.alignment:
                 raise ArrayError(
                     f"a {x} lies at {x.address:#x}, which is not aligned to {dtype.alignment} bytes; give a copy of it"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
+from ...arrays.dtypes import number
 from ...core.reduce_op import PRODUCT
 from .accesses import VECTOR, accesses, lane_of, size_of
 from .combining import combination, element_of
@@ -117,9 +118,9 @@ def scale(dst: int, src: int, count: int, dtype: np.dtype[Any], factor: Any, str
     memory, which would be freed on a thread that must not wait.
     """
     if count:
-        number = np.zeros(1, dtype)
-        number[0] = factor
-        words = number.view(f"i{size_of(element_of(dtype).lane)}").tolist()  # the bits of its lanes
+        words = (
+            number(factor, dtype).view(f"i{size_of(element_of(dtype).lane)}").tolist()
+        )  # the bits of its lanes
         _scaler(dtype)(count, stream, dst, src, count, *words)
 
 

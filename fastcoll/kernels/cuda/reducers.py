@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...arrays.dtypes import is_structured
 from ...core.reduce_op import NAMES, ReduceOp
 from ...errors import ArrayError, UsageError
 from ..reduce import kind_of, refuse_undefined
@@ -49,7 +50,7 @@ class CudaReducer:
     def __init__(self, op: ReduceOp, dtype: np.dtype[Any]) -> None:
         self._op, self._dtype = op, dtype
         refuse_undefined(op, dtype)
-        structured = dtype.names is not None
+        structured = is_structured(dtype)
         self.itemsize = dtype.itemsize
         lane = dtype.itemsize if structured else size_of(element_of(dtype).lane)
         self._misaligned = 0 if structured else lane - 1
@@ -120,7 +121,7 @@ class CudaReducer:
     def kernel(self, n: int) -> Callable[..., None]:
         """Return the kernel (see the module) for n sources, as a Python function."""
         op, dtype, kind = self._op, self._dtype, kind_of(self._dtype)
-        if dtype.names is not None:
+        if is_structured(dtype):
             assert op.function is not None
             return records_kernel(op.function, dtype)
         element = element_of(dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import oracle
 import pytest
@@ -149,6 +150,18 @@ def test_publish_and_announce_do_not_wait(device) -> None:
     rank.launch("announce", 9, CALL, 4, 2)
     assert rank.published(at.rank_words(0) + at.BYE) == [[1]] * 2
     assert rank.published(at.line(0, 9), 4) == [[9, CALL, 4, 2]] * 2
+
+
+def test_bfloat16_without_ml_dtypes_is_scaled(device) -> None:
+    from fastcoll.arrays.dtypes import bfloat
+    from fastcoll.kernels.cuda.packing import scale
+
+    record = np.dtype((bfloat, np.dtype([("bfloat16", "V2")])))
+    x = oracle.values(1, 37, np.dtype(ml_dtypes.bfloat16))
+    src, dst, want = device(x), device(x.view(record)), device(x)
+    scale(want.address, src.address, x.size, x.dtype, 1.7, 0)
+    scale(dst.address, src.address, x.size, record, 1.7, 0)
+    assert dst.get().tobytes() == want.get().tobytes()
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

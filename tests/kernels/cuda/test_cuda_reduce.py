@@ -9,6 +9,7 @@ import pytest
 from kernels import checks
 from oracle import ARITHMETIC, COMPLEX, FLOATS, HALVES, INTEGERS, LOGICAL, ORDER
 
+from fastcoll.arrays.dtypes import bfloat
 from fastcoll.core.reduce_op import ReduceOp
 from fastcoll.errors import ArrayError, UsageError
 
@@ -110,6 +111,14 @@ def test_rounding_around_every_tie_of_a_binade(cuda_reduce, reduce, dtype):
     for y in (eps / 2, eps / 2 * (1 + eps), eps / 2 * (1 - eps)):
         sources = [x, np.full_like(x, y)]
         assert cuda_reduce(ReduceOp.SUM, sources).tobytes() == reduce(ReduceOp.SUM, sources).tobytes()
+
+
+def test_bfloat16_without_ml_dtypes_is_a_number(cuda_reduce):
+    record = np.dtype((bfloat, np.dtype([("bfloat16", "V2")])))
+    sources = inputs(3, packs(BFLOAT16, 5) + 1, BFLOAT16)
+    for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.PREMUL_SUM(0.5)):
+        got = cuda_reduce(op, [x.view(record) for x in sources])
+        assert got.tobytes() == cuda_reduce(op, sources).tobytes()
 
 
 def test_premultiplied_sum_adds_scaled_arrays(cuda_reduce):
