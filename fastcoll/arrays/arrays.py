@@ -112,7 +112,7 @@ def room_like(x: Any, imported: Array, shape: Sequence[int]) -> FunctionalResult
     Args:
         imported: the array that `import_array` made of x.
     """
-    library = set(_libraries(x))
+    library = set(libraries(x))
     if "torch" in library:
         tensor = x.new_empty(tuple(shape))
         return FunctionalResult(import_array(tensor, writable=True).array, lambda _: tensor)
@@ -122,7 +122,8 @@ def room_like(x: Any, imported: Array, shape: Sequence[int]) -> FunctionalResult
     return FunctionalResult(array, lambda same: same)
 
 
-def _libraries(x: Any) -> list[str]:
+def libraries(x: Any) -> list[str]:
+    """Return the top-level packages of the classes of x, of its own class first."""
     return [kind.__module__.partition(".")[0] for kind in type(x).__mro__]
 
 
@@ -141,7 +142,7 @@ def _as_ndarray(x: Any, what: str, writable: bool, functional: bool) -> Array | 
                 f"{what} is a NumPy scalar ({x.dtype}), which cannot be written to; give an array, e.g. numpy.array(x)"
             )
         return np.asarray(x)
-    library = next((name for name in _libraries(x) if name in _LIBRARIES), None)
+    library = next((name for name in libraries(x) if name in _LIBRARIES), None)
     if library and (known := _LIBRARIES[library](x, what, writable, functional)) is not None:
         return known
     if hasattr(x, "__cuda_array_interface__"):

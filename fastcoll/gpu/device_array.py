@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.arrays import ImportedArray, may_overlap
+from ..arrays.arrays import ImportedArray, libraries, may_overlap
 from ..arrays.dtypes import dtype_of
 from ..errors import ArrayError
 from .runtime import cupy, runtime, waited_stream
@@ -163,10 +163,10 @@ def current_stream(x: Any, device: int, unknown: int = 0) -> int:
     Args:
         unknown: the result for libraries other than torch and CuPy.
     """
-    library = type(x).__module__.partition(".")[0]
-    if library == "torch":
+    found = libraries(x)
+    if "torch" in found:
         return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
-    if library == "cupy":
+    if "cupy" in found:
         return int(sys.modules["cupy"].cuda.get_current_stream(device).ptr)
     return unknown
 

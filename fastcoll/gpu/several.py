@@ -277,6 +277,8 @@ class Several:
                 for x in (*self.arrays, *(output.array for output in outputs)):
                     _follow(first, first.stream, x, x.stream)
                 before(OnStream(runtime(), first.device, first.stream))
+                for x in self.arrays:  # it has been read; the caller may write to it or free it now
+                    _follow(x, x.stream, first, first.stream)
         inner = self._group.planned(operation)
         ends = _Ends(first, after, outputs)
         if isinstance(inner, StreamCall):

@@ -217,7 +217,7 @@ class QueuedCall(StreamCall):
             own = carrier.own(arrays)
             handle = self.handle(carrier.describe(name, arrays), own)
             with carrier.queueing([handle], own, carrier.watcher, arrays) as scope:
-                own.follow({x.stream for x in arrays})
+                own.follow({x.stream for x in arrays if x.size})  # empty ones may be on another GPU
                 self.work(scope)
                 for owner in owners:
                     cast(OnDevice, owner).unpack(scope.stream)
@@ -369,9 +369,12 @@ class StreamCarrier(DeviceCarrier):
     def abort(self) -> None:
         with self._breaking:
             first, self.broken = not self.broken, True
+        error = self.why_broken()
+        # Before `break_off`, because cancelled work looks like finished work; and again, for work queued meanwhile.
+        self.watcher.break_off(error)
         if first:
             self.break_off()
-        self.watcher.break_off(self.why_broken())
+        self.watcher.break_off(error)
 
     def why_broken(self) -> GroupError:
         """Return the error that completes the Works of a failed group."""

@@ -63,7 +63,7 @@ class FakeNccl:
         absent: ranks that never join the creation of a communicator.
     """
 
-    def __init__(self, gpu: FakeRuntime, version: int = 22005) -> None:
+    def __init__(self, gpu: FakeRuntime, version: int = 22605) -> None:
         self.gpu, self.version = gpu, version
         self.calls: list[str] = []
         self.violations: list[str] = []

@@ -93,7 +93,7 @@ class NcclRanks(Ranks):
 
 @contextmanager
 def world(
-    size: int, devices: int | None = None, prompt: bool = True, version: int = 22005
+    size: int, devices: int | None = None, prompt: bool = True, version: int = 22605
 ) -> Iterator[NcclRanks]:
     """Make some ranks; at the end nothing may be left, and no rule of NCCL broken."""
     gpus = fakes(size if devices is None else devices, prompt, version)
@@ -107,7 +107,7 @@ def world(
 
 @contextmanager
 def fakes(
-    devices: int = 1, prompt: bool = True, version: int = 22005
+    devices: int = 1, prompt: bool = True, version: int = 22605
 ) -> Iterator[tuple[FakeRuntime, FakeNccl]]:
     """Install fake GPUs and a fake NCCL; the end is as in `world`."""
     gpu = StrictRuntime(devices=devices, prompt=prompt)

@@ -11,7 +11,7 @@ import pytest
 
 from fastcoll.errors import ArrayError, FastcollError
 from fastcoll.gpu import device_array, runtime
-from fastcoll.gpu.device_array import describe
+from fastcoll.gpu.device_array import current_stream, describe
 
 from .fake_array import FakeArray
 from .fake_runtime import FakeRuntime
@@ -82,6 +82,15 @@ def test_cupy_is_asked_for_the_stream_of_the_arrays_gpu(two_gpus, monkeypatch, m
     two_gpus.place(x, 1)
     described = type("ndarray", (FakeArray,), {"__module__": module})(x, stream)
     assert imported(described).array.stream == want
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_users_subclass_of_a_tensor_has_torchs_stream(monkeypatch):
+    current = SimpleNamespace(current_stream=lambda device: SimpleNamespace(cuda_stream=7 + device))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=current))
+    tensor = type("Tensor", (), {"__module__": "torch"})
+    assert current_stream(type("Mine", (tensor,), {"__module__": "program"})(), 1) == 8
+    assert current_stream(object(), 1, unknown=3) == 3
 
 
 def test_the_fake_has_the_real_ones_calls():

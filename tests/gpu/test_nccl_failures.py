@@ -234,6 +234,22 @@ def test_an_interrupted_call_fails_the_group(name: str, monkeypatch: pytest.Monk
         assert "rank 0: KeyboardInterrupt" in str(ranks.groups[0].failure)
 
 
+@BOTH
+def test_cancelled_work_never_counts_as_finished(kind: Any) -> None:
+    with met(kind) as ranks, kind.half_way(ranks) as work:
+        abort = ranks.nccl.ncclCommAbort
+
+        def end_the_work_first(handle: Any) -> int:
+            status = int(abort(handle))
+            until(work.is_completed)
+            return status
+
+        ranks.nccl.ncclCommAbort = end_the_work_first
+        for group in ranks.groups:
+            group.abort("enough")
+        assert_ends(work, AbortedError, "enough")
+
+
 # ---- collectives ---------------------------------------------------------------------------------------
 
 
@@ -283,6 +299,24 @@ def test_a_signal_handler_may_not_use_the_group_whose_call_it_interrupted(
     with met(Calls, 1) as ranks:
         monkeypatch.setattr(Communicator, "queue", handler)
         alone(ranks).wait(timeout=60)
+
+
+def test_communicators_are_aborted_at_the_same_time() -> None:
+    """An abort may wait for the GPU until another communicator is aborted."""
+    with met() as ranks:
+        Messages.meet(ranks)
+        # A rank has a communicator for collectives, and two for messages.
+        own, abort = threading.Barrier(3), ranks.nccl.ncclCommAbort
+
+        def wait_for_others(handle: Any) -> int:
+            own.wait(60)
+            return int(abort(handle))
+
+        ranks.nccl.ncclCommAbort = wait_for_others
+        ranks.groups[0].devices().abort()
+        assert ranks.nccl.calls.count("ncclCommAbort") == 3
+        ranks.nccl.ncclCommAbort = abort
+        ranks.groups[1].devices().abort()
 
 
 # ---- messages -----------------------------------------------------------------------------------------

@@ -24,14 +24,14 @@ from .fake_nccl import FakeNccl
 from .fake_runtime import FakeRuntime
 
 
-def fake(version: int = 22005) -> FakeNccl:
+def fake(version: int = 22605) -> FakeNccl:
     return FakeNccl(FakeRuntime(), version)
 
 
 def test_an_old_library_is_refused_with_the_cure() -> None:
-    with pytest.raises(UnavailableError, match=r"NCCL 2.17.1; NCCL 2.18 or later is needed: pip install"):
-        NcclLibrary(fake(21701))
-    assert NcclLibrary(fake(22005)).name == "2.20.5"
+    with pytest.raises(UnavailableError, match=r"NCCL 2.25.1; NCCL 2.26 or later is needed: pip install"):
+        NcclLibrary(fake(22501))
+    assert NcclLibrary(fake(22605)).name == "2.26.5"
 
 
 def test_a_library_that_lacks_a_function_is_refused() -> None:
@@ -54,7 +54,7 @@ def test_without_the_extra_the_error_names_the_command(monkeypatch: pytest.Monke
 def test_errors_contain_nccls_text() -> None:
     library = NcclLibrary(fake())
     library.check(bindings.IN_PROGRESS, "waiting")
-    with pytest.raises(NcclError, match=r"NCCL 2.20.5: flying failed with status 3: error 3; what it was"):
+    with pytest.raises(NcclError, match=r"NCCL 2.26.5: flying failed with status 3: error 3; what it was"):
         library.check(3, "flying")
 
 

@@ -205,6 +205,24 @@ def test_streams_of_all_arrays_are_followed_and_wait(place):
     assert seen == [[3.0] * 4] * 2
 
 
+def test_the_stream_of_an_input_that_is_only_read_waits_for_the_read(place, monkeypatch):
+    if place.fake is None:
+        pytest.skip("no streams")
+    fake, xs, orders = place.fake, [np.zeros(4), np.ones(4)], []
+    fake.place(xs[1], 1)
+    streams = [fake.new_stream(0), fake.new_stream(1)]
+    order = fake.order
+    monkeypatch.setattr(fake, "order", lambda stream, event: (orders.append(stream), order(stream, event)))
+    with place.groups(1) as (group,):
+        arrays = [FakeArray(x, s) for x, s in zip(xs, streams, strict=True)]
+        several.reduce(group, arrays, 0, ReduceOp.SUM, 0, False)
+        assert streams[1] in orders
+        fake.settle()
+        for stream in streams:
+            fake.end_stream(stream)
+    assert xs[0].tolist() == [1.0] * 4
+
+
 def test_wrong_calls(place):
     put = place.put
     with place.groups(2) as made:

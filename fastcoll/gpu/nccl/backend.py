@@ -29,7 +29,7 @@ from ..own_stream import OwnStream
 from ..streams import Compared, QueuedCall, StreamCarrier, StreamScope, sizes_of
 from . import bindings
 from .blocks import Kernels, Moves, Native, reductions
-from .communicator import Backoff, Communicator, RankInfo, check_ranks
+from .communicator import Backoff, Communicator, RankInfo, abort_all, check_ranks
 from .messages import NcclMessages
 
 _MOST_KINDS = 10_000
@@ -186,9 +186,10 @@ class NcclCarrier(StreamCarrier):
         return None if found is None else AbortedError(str(found))
 
     def break_off(self) -> None:
-        if self._comm is not None:
-            self._comm.abort()
-        self.messages.break_off(self.why_broken())
+        error, own = self.why_broken(), [] if self._comm is None else [self._comm]
+        self.messages.break_off(error)  # before the aborts and after them, as in StreamCarrier.abort
+        abort_all([*own, *self.messages.communicators()])
+        self.messages.break_off(error)
 
     def release(self) -> None:
         self.messages.close()

@@ -2,7 +2,7 @@
 
 This file finds the library, and declares its functions and result codes. CuPy's binding and nccl4py lack calls that are
 needed here (a scaled sum, the text of the last error, the end of a communicator in two steps), and change from version
-to version. nccl.h has kept the signatures below since NCCL 2.18.
+to version. nccl.h has kept the signatures below since NCCL 2.18, the oldest that was compared.
 
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html
 """
@@ -22,9 +22,10 @@ from ...errors import FastcollError, UnavailableError
 from ...kernels.cuda import INSTALL
 from ..runtime import cupy
 
-OLDEST = 21800
-"""NCCL_VERSION_CODE of 2.18, the oldest version whose header these signatures were compared with."""
-_TOO_OLD = f"NCCL 2.18 or later is needed: {INSTALL}"
+OLDEST = 22600
+"""NCCL_VERSION_CODE of 2.26. Up to 2.25, a communicator keeps a pointer to a thread's own memory after that thread's
+last call, and the next call uses it, even if the thread has ended (`groupJob` in NCCL's sources)."""
+_TOO_OLD = f"NCCL 2.26 or later is needed: {INSTALL}"
 
 SUCCESS, IN_PROGRESS = 0, 7
 """ncclResult_t."""
@@ -101,7 +102,7 @@ class NcclLibrary:
     """The functions of a loaded NCCL.
 
     Attributes:
-        version: NCCL_VERSION_CODE: 22005 is 2.20.5.
+        version: NCCL_VERSION_CODE: 22605 is 2.26.5.
         calls: the library; each of its functions returns an ncclResult_t, which `check` takes.
         operations: the functions that move data, by name.
 
@@ -126,7 +127,7 @@ class NcclLibrary:
 
     @property
     def name(self) -> str:
-        """The version, for example 2.20.5."""
+        """The version, for example 2.26.5."""
         return f"{self.version // 10000}.{self.version // 100 % 100}.{self.version % 100}"
 
     def unique_id(self) -> bytes:

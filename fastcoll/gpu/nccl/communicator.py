@@ -18,12 +18,13 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...arrays.dtypes import number
 from ...core.group import ProcessGroup
 from ...errors import AbortedError, CollectiveTimeoutError, GroupError, UnavailableError
 from .bindings import SUCCESS, UNIQUE_ID_BYTES, Config, NcclError, NcclLibrary, UniqueId, dtype_code
@@ -41,6 +42,7 @@ _ABORT_SECONDS = 1.0
 
 If the user has set NCCL_COMM_BLOCKING=1, such a call may block; otherwise it returns at once.
 """
+_END_OF_ABORT_SECONDS = 10.0
 _FINALIZE_SECONDS = 10.0
 _HOST = 1  # ncclScalarHostImmediate
 _NO_COLOR = -1  # NCCL_SPLIT_NOCOLOR
@@ -188,7 +190,7 @@ class Communicator:
     @contextmanager
     def premultiplied_sum(self, factor: Any, dtype: np.dtype[Any]) -> Iterator[int]:
         """Yield the code of an NCCL operation that multiplies this rank's numbers by `factor` and adds."""
-        made, scalar = ctypes.c_int(), np.array(factor, dtype)
+        made, scalar = ctypes.c_int(), number(factor, dtype)
         with self._lock:
             self._check_open()
             status = self._calls.ncclRedOpCreatePreMulSum(
@@ -275,6 +277,25 @@ class Communicator:
     def _check_open(self) -> None:
         if self._ended:
             raise AbortedError("the NCCL communicator was aborted")
+
+
+def abort_all(communicators: Iterable[Communicator]) -> None:
+    """Abort communicators at the same time, and wait for at most some seconds until they have ended.
+
+    An abort waits for the GPU, and so for the work of another communicator, which may itself wait for a dead peer until
+    it is aborted.
+    """
+    aborts = []
+    for each in communicators:
+        abort = threading.Thread(target=each.abort, name="fastcoll-abort", daemon=True)
+        try:
+            abort.start()
+        except RuntimeError:  # no thread can be started, for example at the interpreter's end
+            each.abort()
+        else:
+            aborts.append(abort)
+    for abort in aborts:
+        abort.join(_END_OF_ABORT_SECONDS)
 
 
 class Backoff:

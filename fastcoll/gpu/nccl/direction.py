@@ -123,7 +123,7 @@ class Direction:
         self._carrier, self._library, self._group = carrier, library, group
         self._peer, self._sending, self._events = peer, sending, events
         self._device = carrier.own_stream.device
-        self._comm: Communicator | None = None
+        self.communicator: Communicator | None = None
         self._own_stream: OwnStream | None = None
         self._watcher = Watcher(name, lambda: group.timeout, self._look, carrier.fail)
         self._jobs = ProgressQueue(name)
@@ -137,21 +137,21 @@ class Direction:
 
     @property
     def is_connected(self) -> bool:
-        return self._comm is not None
+        return self.communicator is not None
 
     def move(self, message: NcclMessage, identity: bytes) -> None:
         """Queue a message that both ranks have agreed to move by NCCL.
 
         The first call creates the communicator, and blocks.
         """
-        if self._comm is None:
+        if self.communicator is None:
             rank = _SENDER if self._sending else _RECEIVER
             backoff = Backoff(self._group, lambda doing: self._group.monitor.decide([self._peer], doing))
             with self._carrier.runtime.on(self._device):
-                self._comm = Communicator.make(self._library, 2, rank, identity, backoff)
+                self.communicator = Communicator.make(self._library, 2, rank, identity, backoff)
             if self._carrier.broken:  # the group failed while there was no communicator to abort
-                self._comm.abort()
-        comm, x = self._comm, message.array
+                self.communicator.abort()
+        comm, x = self.communicator, message.array
 
         def work(scope: StreamScope) -> None:
             operation, peer = ("send", _RECEIVER) if self._sending else ("recv", _SENDER)
@@ -198,15 +198,13 @@ class Direction:
     # ---- when things go wrong, and the end -----------------------------------------------------------
 
     def _look(self, doing: str) -> GroupError | None:
-        found = None if self._comm is None else self._comm.trouble()
+        found = None if self.communicator is None else self.communicator.trouble()
         if found is not None and self._group.failure is None:
             return AbortedError(f"{doing}: {found}")
         return self._group.failure or self._group.monitor.decide([], doing)
 
     def break_off(self, error: GroupError) -> None:
-        """Cancel the work on the GPU, and complete its Works with `error`; from any thread."""
-        if self._comm is not None:
-            self._comm.abort()
+        """Complete the Works of the work on the GPU with `error`; from any thread."""
         self._watcher.break_off(error)
 
     def finish(self) -> None:
@@ -219,8 +217,8 @@ class Direction:
 
         The end takes at most some seconds, in which the thread waits for the peer to end its side.
         """
-        if self._comm is not None:
-            self._ending = self._jobs.submit("the end", self._comm.close)
+        if self.communicator is not None:
+            self._ending = self._jobs.submit("the end", self.communicator.close)
 
     def close(self) -> None:
         """Free everything, after `finish` and `disconnect`."""

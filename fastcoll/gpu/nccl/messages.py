@@ -54,7 +54,7 @@ from ..staged import StagedMessages
 from ..staging import Staging
 from ..streams import StreamCarrier
 from .bindings import NcclLibrary
-from .communicator import RankInfo, check_ranks
+from .communicator import Communicator, RankInfo, check_ranks
 from .direction import Direction, NcclMessage
 
 ANSWER, DATA = LARGEST_TAG + 1, LARGEST_TAG + 2
@@ -358,6 +358,12 @@ class NcclMessages:
 
     def _destroyed(self) -> AbortedError:
         return AbortedError(f"the group {self._group.name} was destroyed before the message was complete")
+
+    def communicators(self) -> list[Communicator]:
+        """Return the communicators of all directions."""
+        with self._lock:
+            directions = list(self._directions.values())
+        return [each.communicator for each in directions if each.communicator is not None]
 
     def break_off(self, error: GroupError) -> None:
         """End all messages after the group has failed, from any thread, without waiting."""
