@@ -62,16 +62,16 @@ def allocate(segment: Segment, context: ShmContext, rank: int) -> None:
     Raises:
         ResourceError: /dev/shm is full, and no other group of this process can free its slots.
     """
-    start, nbytes = segment.layout.slots_of(rank)
-    most = min(_MOST_BYTES, all_bytes() * 3 // 4 // segment.layout.size)
-    while sum(holder.nbytes for holder in _holders.copy()) + nbytes > most and _free_one():
-        pass
-    with_room(lambda: segment.allocate(start, nbytes))
-    context.words[at.ALLOCATED] = 1
     if allocates_later():
+        start, nbytes = segment.layout.slots_of(rank)
+        most = min(_MOST_BYTES, all_bytes() * 3 // 4 // segment.layout.size)
+        while sum(holder.nbytes for holder in _holders.copy()) + nbytes > most and _free_one():
+            pass
+        with_room(lambda: segment.allocate(start, nbytes))
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         _holders.append(_Holder(context, segment.address + first, end - first))
+    context.words[at.ALLOCATED] = 1
 
 
 def with_room(allocate: Callable[[], _T]) -> _T:
