@@ -60,6 +60,7 @@ ROUNDS_AHEAD = 4
 # Bytes. DIRECT needs a system call and a second meeting, which take some 2 us; to copy this much twice takes 3.
 SMALLEST_DIRECT = 32 << 10
 LOOK = 4  # calls between two possible tries
+NO_TRIES = -1
 WARM = 7  # calls of a row before the first try
 SHARE = 50  # tries may take 1 / SHARE of a row's time
 SOON = 64  # an algorithm backs off for at least this number of calls
@@ -127,13 +128,13 @@ def choose(t, operation, nbytes, algorithms, first, phase):
 
     `first` is the algorithm of a row without times, if it is one of `algorithms`.
 
-    `phase` is the call number modulo LOOK at which algorithms are tried. A sender and a receiver choose independently;
-    with different phases they never try an algorithm in the same call.
+    `phase` is the call number modulo LOOK at which algorithms are tried; NO_TRIES: none is tried. A sender and a
+    receiver choose independently; with different phases they never try an algorithm in the same call.
     """
     row = _row(t, operation, nbytes)
     number = load_word(row, CALLS)
     algorithm = _best_of(row, algorithms, first)
-    if number >= WARM:
+    if number >= WARM and phase != NO_TRIES:
         if number % LOOK == phase:
             algorithm = _to_try(row, algorithms, algorithm, number)
         elif number % LOOK == (phase + 2) % LOOK:  # the time of the try two calls ago is recorded by now

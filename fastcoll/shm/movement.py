@@ -55,7 +55,7 @@ def run_broadcast(h, c, data, nbytes, spec, root):
     (callers.py).
     """
     call = load_word(spec, v.CALL) | root << signature.ROOT_SHIFT
-    r.begin(h, _BROADCAST, nbytes, True, single_copy.kind_of(c, data, nbytes))
+    r.begin(h, _BROADCAST, nbytes, True, single_copy.kind_of(c, data, nbytes), nbytes)
     if is_direct(r.tuning_at(c)):
         v.list_none(c, at.TAKES)
         v.list_none(c, at.GIVES)
@@ -298,16 +298,19 @@ def run_exchange(h, c, operation, spec, root):
         spread = 0
     elif operation == _GATHER:
         spread = 1
-    nbytes = _largest(c) * load_word(c, at.SIZE)
+    largest = _largest(c)
+    nbytes = largest * load_word(c, at.SIZE)
     kind = 0
     if nbytes >= load_word(c, at.DIRECT_FROM):
         kind, takes = single_copy.kind_of_blocks(c, at.GIVES), single_copy.kind_of_blocks(c, at.TAKES)
         if takes == 0 or kind == single_copy.NOTHING:
             kind = takes
-    r.begin(h, operation, nbytes, True, kind)
+    # A block of an all_gather or a gather has a slot of its own, so the number of rounds does not grow with the group.
+    staged = largest * spread if spread > 1 else 0
+    r.begin(h, operation, nbytes, True, kind, staged)
     call = load_word(spec, v.CALL) | root << signature.ROOT_SHIFT
     if is_direct(r.tuning_at(c)):
-        return single_copy.exchange(c, call, _largest(c), _balance_of(c), spread)
+        return single_copy.exchange(c, call, largest, _balance_of(c), spread)
     rank = load_word(c, at.RANK)
     size = load_word(c, at.SIZE)
     piece = load_word(c, at.SLOT) // max(1, spread) & -64

@@ -75,7 +75,7 @@ def run_barrier(h, c, call):
     The functions `run_*` need no GIL. The entries use them, and so do their twins, the native calls of compiled callers
     (callers.py).
     """
-    r.begin(h, 0, 0, False, 0)
+    r.begin(h, 0, 0, False, 0, 0)
     if r.may_write(c, 1):
         r.publish(c, call, 0, 0)
     waited = r.meet(c, call, 0, 0)
@@ -214,9 +214,9 @@ def run_all_reduce(h, c, data, nbytes, spec):
     if nbytes >= SYMMETRIC_SMALLEST and load_word(c, at.SYMMETRIC) != 0 and size > 1:
         row = find_row(c, data, nbytes)
         if row != 0:
-            r.begin(h, _ALL_REDUCE, 0, False, 0)
+            r.begin(h, _ALL_REDUCE, 0, False, 0, 0)
             return all_reduce_in_place(c, data, nbytes, spec, call, row)
-    r.begin(h, _ALL_REDUCE, nbytes, False, single_copy.kind_of(c, data, nbytes))
+    r.begin(h, _ALL_REDUCE, nbytes, False, single_copy.kind_of(c, data, nbytes), nbytes)
     if is_direct(r.tuning_at(c)):
         return single_copy.all_reduce(c, data, nbytes, spec, call)
     return _reduce_arrays(c, data, data, nbytes, spec, call, size, True, False)
@@ -248,7 +248,7 @@ def reduce_call(h, data, out, nbytes, call, peer):
 def run_reduce(h, c, out, data, nbytes, spec, root):
     call = load_word(spec, v.CALL) | root << signature.ROOT_SHIFT
     last = load_word(c, at.SIZE) if load_word(c, at.RANK) == root else 0
-    r.begin(h, _REDUCE, nbytes, False, single_copy.kind_of(c, data, nbytes))
+    r.begin(h, _REDUCE, nbytes, False, single_copy.kind_of(c, data, nbytes), nbytes)
     if is_direct(r.tuning_at(c)):
         return single_copy.reduce(c, out, data, nbytes, spec, call, root)
     return _reduce_arrays(c, out, data, nbytes, spec, call, last, True, True)
@@ -288,7 +288,7 @@ def exscan_call(h, data, out, nbytes, call, peer):
 @kernel
 def run_scan(h, c, out, data, nbytes, spec, operation):
     last = load_word(c, at.RANK) + (0 if operation == _EXSCAN else 1)
-    r.begin(h, operation, nbytes, False, 0)
+    r.begin(h, operation, nbytes, False, 0, 0)
     return _reduce_arrays(c, out, data, nbytes, spec, load_word(spec, v.CALL), last, False, False)
 
 
@@ -345,7 +345,7 @@ def run_reduce_scatter(h, c, data, nbytes, spec):
     """Run a reduce_scatter of the blocks in the table GIVES; the caller has taken the context."""
     longest, call = v.largest_of(c, at.GIVES), load_word(spec, v.CALL)
     kind = single_copy.kind_of_blocks(c, at.GIVES) if longest >= load_word(c, at.DIRECT_FROM) else 0
-    r.begin(h, _REDUCE_SCATTER, longest, False, kind)
+    r.begin(h, _REDUCE_SCATTER, longest, False, kind, longest * load_word(c, at.SIZE))
     if is_direct(r.tuning_at(c)):
         return single_copy.reduce_scatter(c, data, nbytes, _shape_of_blocks(c), spec, call)
     return _reduce_scatter(c, data, spec)

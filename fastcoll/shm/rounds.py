@@ -218,7 +218,7 @@ def _hit_failpoint(c, first):
 
 
 @inlined
-def begin(handle, operation, nbytes, moving, direct):
+def begin(handle, operation, nbytes, moving, direct, staged):
     """Begin a run of an entry. Give a new call its number and its algorithm; a resumed call keeps these.
 
     The call owns the context, and its arguments are valid.
@@ -227,6 +227,7 @@ def begin(handle, operation, nbytes, moving, direct):
         nbytes: size of the call's data, by which the algorithm is chosen (autotune.py).
         moving: True if the call copies data and does not reduce.
         direct: ORDINARY or SHARED if ranks may read one another's arrays in this call, else 0.
+        staged: bytes that a rank writes into its slots, if DIRECT is to come first where they do not fit; else 0.
     """
     c = handle & ~TAGS
     store_word(c, at.SINCE, 0)
@@ -246,11 +247,13 @@ def begin(handle, operation, nbytes, moving, direct):
             if algorithms:
                 row = operation + _OPERATIONS if direct == SHARED else operation
                 # AHEAD is seldom much slower than the best. But if ranks share cores, every rank needs a core for each
-                # round, and DIRECT has no rounds. Up to 16 ranks, reductions take longer by it.
-                has_rounds = load_word(c, at.CROWDED) and nbytes > load_word(c, at.SLOT)
-                many = moving or load_word(c, at.COMBINED)
-                first = autotune.DIRECT if has_rounds and many else autotune.AHEAD
-                autotune.choose(tuning_at(c), row, nbytes, algorithms, first, 3)
+                # round, and DIRECT has no rounds. Up to 16 ranks, reductions take longer by it. With more, a try of
+                # another algorithm takes up to 40 times as long (scatter of 16 MiB, 64 ranks on 2 cores).
+                has_rounds = load_word(c, at.CROWDED) and staged > load_word(c, at.SLOT)
+                many = has_rounds and load_word(c, at.COMBINED)
+                first = autotune.DIRECT if many or (has_rounds and moving) else autotune.AHEAD
+                phase = autotune.NO_TRIES if many and algorithms >> autotune.DIRECT & 1 else 3
+                autotune.choose(tuning_at(c), row, nbytes, algorithms, first, phase)
 
 
 @inlined
