@@ -232,6 +232,9 @@ _no_function = _graph_break(
     "fastcoll's ReduceOp.custom and PREMUL_SUM cannot be in a graph; multiply first and use SUM, or make the call "
     "outside of the compiled function"
 )
+_no_narrow_type = _graph_break(
+    "fastcoll's all_reduce with travel or lost cannot be in a graph; make the call outside of the compiled function"
+)
 _no_shape = _graph_break(
     "only other ranks know what fastcoll would return; give all_gather a list of tensors, and recv a src"
 )
@@ -345,7 +348,9 @@ def _recv(arguments: dict[str, Any]) -> Any:
 
 
 _TRACED: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "all_reduce": lambda a: _put_tree("all_reduce", a["tensor"], a),
+    "all_reduce": lambda a: (
+        _put_tree("all_reduce", a["tensor"], a) if a["travel"] is a["lost"] is None else _no_narrow_type()
+    ),
     "all_reduce_coalesced": lambda a: _put_tree("all_reduce_coalesced", a["tensors"], a),
     "broadcast": lambda a: _put_tree("broadcast", a["tensor"], a, _root(a, "src")),
     "reduce": _reduce,

@@ -233,6 +233,10 @@ def check_what_cannot_be_in_a_graph() -> None:
     def custom(x: torch.Tensor) -> None:
         dist.all_reduce(x, largest)
 
+    def narrow(x: torch.Tensor) -> None:
+        x += 1 / 3
+        dist.all_reduce(x, travel="float16")
+
     def key(x: torch.Tensor) -> None:
         dist.all_reduce({torch.float32: x})
 
@@ -244,6 +248,7 @@ def check_what_cannot_be_in_a_graph() -> None:
     for call, text in (
         (later, "which has no Work"),
         (custom, "PREMUL_SUM"),
+        (narrow, "travel or lost"),
         (key, "whose keys are"),
         (objects, "outside of the compiled"),
     ):
