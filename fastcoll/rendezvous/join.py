@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import ClassVar, NamedTuple
 
-from ..errors import StoreError, StoreTimeoutError, UsageError
+from ..errors import PeerDiedError, StoreError, StoreTimeoutError, UsageError
 from ..store.store import StalledError, Store, listed
 from ..system.processes import Member, ProcessId, dead_among, forget, this_process
 from .assemble import FAILED, MET, MOVED, Ending, Meeting, compact, expand, member_key, pack, unpack
@@ -171,6 +171,14 @@ class _Joining(Meeting):
         try:
             return super().wait(keys, lambda: f"rank(s) {self.missing()}{_turned_away()}", first)
         except StalledError:
+            raise
+        except PeerDiedError as error:
+            # Rank 0 may serve the store. If this process does not know it yet, and the store is lost, rank 0 may have
+            # died first, and the dead process because of that.
+            if 0 not in self.members and isinstance(error.__cause__, StoreError):
+                raise PeerDiedError(
+                    f"{error}; the store is lost, too: {error.__cause__}", error.ranks
+                ) from error
             raise
         except StoreTimeoutError as error:
             raise StoreTimeoutError(

@@ -87,9 +87,13 @@ def test_the_store_dies_with_rank_0_while_a_segment_or_parts_of_a_group_are_made
     """
     with crew.nothing_left():
         outcomes = crew.run(*world(where, 0, how, meeting(), n))
-    check(outcomes, 0)
-    named = [saw["error"] for saw in crew.survivors(outcomes, 0)]
-    assert how == "auto" or all("making the default group: " in error for error in named)
+    for saw in crew.survivors(outcomes, 0):
+        # A rank that knows nothing of rank 0 yet may see only the death of a rank that failed because of it.
+        is_named = f"rank 0 (pid {outcomes[0].pid} on " in saw["error"]
+        assert is_named or (
+            saw["error"].startswith("joining as ") and "the store is lost, too" in saw["error"]
+        ), saw
+        assert how == "auto" or not is_named or "making the default group: " in saw["error"], saw
 
 
 def meeting() -> str:

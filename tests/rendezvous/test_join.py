@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import pytest
 from rendezvous.observed import IDLE, LIMIT, FourOperations, await_value, member_of, pidfds, until
@@ -174,6 +175,23 @@ def test_a_registered_rank_that_is_killed_is_named(processes, in_threads, victim
     for output in outputs:
         assert "PeerDiedError" in output
         assert output.endswith(f": rank {victim} (pid {dying.pid} on {os.uname().nodename}) died")
+
+
+def test_a_death_that_may_follow_from_the_loss_of_the_store_is_told_with_it(processes) -> None:
+    source = "from fastcoll.system.processes import Member\nprint(Member.here(1, 4, 'shm').to_bytes().hex())"
+    first = processes.start(source)
+    terms = bytes.fromhex(first.stdout.readline())
+    first.wait()
+
+    class Lost(HashStore):
+        def fetch(self, keys: Any, timeout: Any = None) -> list[bytes]:
+            raise StoreError("the store at a:1 is gone")
+
+    store = Lost()
+    store.set("join/terms", terms)
+    said = r"^joining as rank 2 .*: rank 1 \(pid .*\) died; the store is lost, too: the store at a:1 is gone$"
+    with pytest.raises(PeerDiedError, match=said):
+        join(store, 2, 4, "shm", LIMIT)
 
 
 @pytest.fixture
