@@ -246,7 +246,10 @@ class Footprint:
         """Return what the process has now and is not in this Footprint, one line each."""
         now = Footprint.now()
         lines = [f"thread {name!r}" for ident, name in now.threads.items() if ident not in self.threads]
-        lines += [f"descriptor {fd} ({to})" for fd, to in now.files.items() if self.files.get(fd) != to]
+        opened = {fd: to for fd, to in now.files.items() if self.files.get(fd) != to}
+        # At its first use CUDA opens files, which it keeps until the process ends.
+        if not any(to.startswith("/dev/nvidia") for to in opened.values()):
+            lines += [f"descriptor {fd} ({to})" for fd, to in opened.items()]
         lines += [f"child {pid} ({name})" for pid, name in now.children.items() if pid not in self.children]
         return lines
 

@@ -15,6 +15,7 @@ from inner_pytest import InnerRun
 from programs import LIMIT, until
 
 from fastcoll.system.processes import session
+from fastcoll.testing.worker import Footprint
 
 SEGMENT = f"fastcoll-test-{os.getpid()}-{session()}"
 FILES: dict[str, str] = {}
@@ -650,3 +651,14 @@ def test_no_worker_survives_pytest(pytester: pytest.Pytester, number: int) -> No
 
 def _ends(pidfd: int) -> bool:
     return bool(select.select([pidfd], [], [], LIMIT)[0])
+
+
+def test_what_cuda_opens_at_its_first_use_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    event, before = "anon_inode:[eventfd]", Footprint({}, {1: "a"}, {})
+    for target, leaks in (
+        ("/dev/nvidiactl", []),
+        ("/tmp/x", ["descriptor 5 (/tmp/x)", f"descriptor 6 ({event})"]),
+    ):
+        after = Footprint({}, {1: "a", 5: target, 6: event}, {})
+        monkeypatch.setattr(Footprint, "now", staticmethod(lambda after=after: after))
+        assert before.growth() == leaks
