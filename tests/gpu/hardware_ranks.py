@@ -11,6 +11,8 @@ Ranks share the available GPUs. NCCL refuses that, unless each rank claims to be
 
 from __future__ import annotations
 
+import faulthandler
+import logging
 import os
 import sys
 from typing import Any
@@ -33,6 +35,8 @@ COUNTS = (0, 1, 1009, 300_007, 9_000_001)
 
 
 def main(backend: str, carrier: str, part: str = "all") -> None:
+    logging.basicConfig(level=logging.INFO)  # fastcoll then says which carrier it has chosen, and why
+    faulthandler.dump_traceback_later(110)
     if part != "all":
         os.environ.setdefault("NCCL_HOSTID", f"rank-{os.environ['RANK']}")
     dist.init_process_group(backend, timeout=120)

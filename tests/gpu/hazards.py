@@ -13,7 +13,9 @@ on; then the group must fail at its timeout, and not hang. Both ends are right, 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -29,10 +31,12 @@ import numpy as np
 
 import fastcoll as dist
 from fastcoll.errors import GroupError
+from fastcoll.gpu.carriers import carrier_name
+from fastcoll.job.groups import groups
 
 SECONDS = 60.0
 """How long the ranks of a case may take; their group's timeout is TIMEOUT."""
-TIMEOUT = 8.0
+TIMEOUT = 20.0
 
 xp: Any = np
 """CuPy, or NumPy with --host."""
@@ -136,6 +140,12 @@ def smoke(rank: int, size: int) -> None:
     y = xp.full(5, rank, "f4")
     dist.broadcast(y, size - 1)
     assert_all(y, size - 1)
+    if xp is not np:
+        found = carrier_name(groups.world)
+        print(f"carried by {found}")
+        assert (
+            found == {"shm": "IpcCarrier", "tcp": "StagedCarrier", "nccl": "NcclCarrier"}[dist.get_backend()]
+        )
 
 
 def large(rank: int, size: int) -> None:
@@ -324,6 +334,8 @@ CASES: dict[str, Callable[[int, int], None]] = {
 def run_rank(given: argparse.Namespace) -> None:
     global xp
     rank = given.rank
+    logging.basicConfig(level=logging.INFO)  # fastcoll then says which carrier it has chosen, and why
+    faulthandler.dump_traceback_later(SECONDS - 10)
     if not given.host:
         os.environ.setdefault("NCCL_HOSTID", f"rank-{rank}")  # so NCCL lets ranks share a GPU
         import cupy
