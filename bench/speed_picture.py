@@ -13,7 +13,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from versus.picture import LOOKS
 
 ROOT = Path(__file__).parent.parent
-TABLES = ROOT / "bench/results/2026-11-29-versus-intel-xeon.md"
+TABLES = ROOT / "bench/results/2026-12-01-versus-amd.md"
 PICTURE = ROOT / "docs/speed.png"
 SIDES = {
     "fastcoll": "fastcoll",

@@ -15,7 +15,7 @@ import speed_picture
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
-TABLES = "versus-intel-xeon"  # which README quotes
+TABLES = "versus-amd"  # which README quotes
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")
 UNIT = r"(?:µs|us|ns|ms|GB/s|times)\b"
 FIGURE = re.compile(rf"(?<![\w.])(?:[\d.,]*\d to )?[\d.,]*\d ?{UNIT}")
