@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/torch_ddp_digits.py
     torchrun --nproc-per-node 2 examples/torch_ddp_digits.py --backend gloo
 
-Two lines make it run on fastcoll: the import that registers the backend, and its name in init_process_group.
+The backend's name in init_process_group makes it run on fastcoll. The import is for TORCH_DEVICE_BACKEND_AUTOLOAD=0.
 """
 
 import argparse

@@ -58,7 +58,8 @@ def rpc_async(
         UsageError: there is no such worker, or an argument cannot be pickled.
         NotInitializedError: `init_rpc` was not called, or `shutdown` was.
 
-    The future raises what the function raises, PeerDiedError if the worker dies, and RpcTimeoutError.
+    The future raises what the function raises, PeerDiedError if the worker dies, AbortedError if it leaves, and
+    RpcTimeoutError.
     """
     return _call(to, func, args, kwargs, timeout, False)
 
