@@ -20,6 +20,7 @@ rank, restarts = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_C
 def here(*words):
     os.write(1, f"here {os.getpid()} {' '.join(map(str, words))}\\n".encode())
 def stay(path="go"):
+    # A handler of a signal that comes just before one long sleep would run after it.
     while not os.path.exists(path): time.sleep(0.01)
 def wait_for_end(pid):
     while os.path.exists(f"/proc/{pid}"): time.sleep(0.01)

@@ -143,7 +143,7 @@ def test_adopted_processes_that_end_are_reaped_while_the_rank_runs(launch: Launc
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_signals_are_passed_on_to_ranks(script: Script, start: Starter, number: signal.Signals) -> None:
-    script(f"signal.signal({number:d}, lambda *_: (here('got it'), os._exit(0)))\nhere()\ntime.sleep(1000)")
+    script(f"signal.signal({number:d}, lambda *_: (here('got it'), os._exit(0)))\nhere()\nstay()")
     process = start("-n2", f"--grace={LIMIT}")
     pids = [next_line(process)[1] for _ in range(2)]
     process.send_signal(number)
@@ -160,7 +160,7 @@ def test_ranks_ignore_the_signals_that_a_background_job_ignores(script: Script, 
     script(
         "signal.signal(signal.SIGTERM, lambda *_: (here('got it'), os._exit(0)))\n"
         "here([signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGHUP)])\n"
-        "time.sleep(1000)"
+        "stay()"
     )
     ignoring = ["sh", "-c", "trap '' INT HUP; exec \"$@\"", "sh"]
     process = start(f"--grace={LIMIT}", command=[*ignoring, *COMMAND])
@@ -190,7 +190,7 @@ def environ_of(pid: str) -> str:
 
 
 def test_a_second_signal_kills_at_once(script: Script, start: Starter) -> None:
-    script("signal.signal(signal.SIGINT, lambda *_: here('no'))\nhere('ready')\nwhile True: time.sleep(1000)")
+    script("signal.signal(signal.SIGINT, lambda *_: here('no'))\nhere('ready')\nstay()")
     process = start("-n2", "--grace=1000")
     for word in ("ready", "no"):
         lines = [next_line(process) for _ in range(2)]
@@ -253,7 +253,7 @@ def test_a_reader_that_goes_away_ends_the_job(script: Script, start: Starter) ->
 def test_a_full_disk_ends_the_job_with_its_grace(launch: Launch) -> None:
     text = (
         "def save(*_):\n    open('saved', 'w').close()\n    os._exit(0)\n"
-        "signal.signal(signal.SIGTERM, save)\nprint('lost')\ntime.sleep(1000)"
+        "signal.signal(signal.SIGTERM, save)\nprint('lost')\nstay()"
     )
     with open("/dev/full", "w") as full:
         done = launch(text, f"--grace={LIMIT}", "script.py", stdout=full)
@@ -270,7 +270,7 @@ def save(*_):
     sys.exit()
 signal.signal(signal.SIGHUP, save)
 open(f"here-{rank}", "w")
-time.sleep(1000)
+stay()
 """
 
 

@@ -344,7 +344,7 @@ def test_a_further_signal_is_passed_on_and_ends_the_job(
     monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGUSR1")
     script(
         "signal.signal(signal.SIGUSR1, lambda *_: (here('saved'), os._exit(0)))\n"
-        "here(os.environ['TORCHELASTIC_SIGNALS_TO_HANDLE'])\ntime.sleep(600)"
+        "here(os.environ['TORCHELASTIC_SIGNALS_TO_HANDLE'])\nstay()"
     )
     process = start()
     _, pid, names = next_line(process)
