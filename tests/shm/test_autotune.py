@@ -276,3 +276,24 @@ def test_a_mismatch_is_not_measured_and_rows_stay_the_same(rank, world_size):
     group.fast.barrier()
     assert_same_everywhere(group, rows_of(group))
     group.close()
+
+
+@pytest.mark.long
+@pytest.mark.ranks(17)
+def test_many_ranks_that_share_cores_begin_with_direct_calls_and_try_nothing_else(rank, world_size):
+    group = dist.new_group()
+    words = group.backend.context.words
+    words[at.CROWDED] = 1  # also on a machine with more cores
+    group.fast.barrier()
+    x = np.ones(words[at.SLOT] // 2, "f4")  # twice the bytes of a slot
+    blocks = [np.empty_like(x) for _ in range(world_size)]
+
+    def used(call):
+        call()
+        return int(words[at.CHOOSING + autotune.ALGORITHM])
+
+    calls = autotune.WARM + 2 * autotune.LOOK
+    assert {used(lambda: group.fast.broadcast(x, 0)) for _ in range(calls)} == {autotune.DIRECT}
+    # Each of its blocks has a slot of its own.
+    assert used(lambda: group.fast.all_gather(blocks, x)) == autotune.AHEAD
+    group.close()
