@@ -5,7 +5,7 @@
 
 Each MPI is given as the Python of an environment that has NumPy, mpi4py and the MPI's wheel. fastcoll and the MPIs run
 in turn, each in two new processes, pinned to two cores. A time is the least of all rounds of the slower rank's least
-batch, in microseconds per call, with Python's time.
+batch, in microseconds per call, with Python's time. A second table has fastcoll's other operations.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ CALLS = {
     "twenty": "the same, twenty under way, each",
     "messages": "isend, irecv and both waits",
 }
+OTHERS = ("broadcast", "reduce", "reduce_scatter", "all_gather", "gather", "scatter", "all_to_all", "barrier")
 _BATCHES, _TWENTY = 9, 20
 _MARK = "TIMES "
 
 Batch = Callable[[int], None]
+Call = Callable[[bool], Any]
 
 
 class Fastcoll:
@@ -75,7 +77,36 @@ class Fastcoll:
                 send.wait()
                 receive.wait()
 
-        return {"blocking": blocking, "nonblocking": nonblocking, "twenty": twenty, "messages": messages}
+        found = {"blocking": blocking, "nonblocking": nonblocking, "twenty": twenty, "messages": messages}
+        for name, call in self._others(x, y).items():
+            found[name], found[f"{name}, nonblocking"] = _repeated(call, False), _repeated(call, True)
+        return found
+
+    def _others(self, x: Any, y: Any) -> dict[str, Call]:
+        """Return the other operations, as functions of `async_op`; each moves x, or as many bytes in all."""
+        d, halves, on_root = self.dist, np.split(y, 2), self.rank == 0
+        half = np.zeros_like(halves[0])
+        calls: list[Call] = [
+            lambda later: d.broadcast(x, 0, async_op=later),
+            lambda later: d.reduce(x, 0, async_op=later),
+            lambda later: d.reduce_scatter_tensor(half, x, async_op=later),
+            lambda later: d.all_gather_into_tensor(y, half, async_op=later),
+            lambda later: d.gather(half, halves if on_root else None, 0, async_op=later),
+            lambda later: d.scatter(half, halves if on_root else None, 0, async_op=later),
+            lambda later: d.all_to_all_single(y, x, async_op=later),
+            lambda later: d.barrier(async_op=later),
+        ]
+        return dict(zip(OTHERS, calls, strict=True))
+
+
+def _repeated(call: Call, later: bool) -> Batch:
+    def repeat(n: int) -> None:
+        for _ in range(n):
+            work = call(later)
+            if later:
+                work.wait()
+
+    return repeat
 
 
 class Mpi:
@@ -165,6 +196,17 @@ def table(found: dict[str, dict[str, float]]) -> list[str]:
     return rows
 
 
+def other_operations(times: dict[str, float]) -> list[str]:
+    """Return the lines of the table of fastcoll's other operations."""
+    sizes = [f"{nbytes} bytes" for nbytes in SIZES]
+    rows = [f"| us blocking; nonblocking | {' | '.join(sizes)} |", f"|---|{'--:|' * len(sizes)}"]
+    for name in OTHERS:
+        pairs = [(times[f"{name} {nbytes}"], times[f"{name}, nonblocking {nbytes}"]) for nbytes in SIZES]
+        cells = [f"{now:.2f}; {later:.2f} ({later / now:.2f})" for now, later in pairs]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return rows
+
+
 def missed(found: dict[str, dict[str, float]]) -> list[str]:
     """Return a line for each cell in which the best MPI is ahead of fastcoll."""
     lines = []
@@ -212,6 +254,10 @@ def main() -> None:
             "Cells in which an MPI is ahead:",
             "",
             *ahead,
+            "",
+            "Other operations of fastcoll, each with its wait (nonblocking / blocking):",
+            "",
+            *other_operations(found["fastcoll"]),
         ]
     print("\n".join(page))
     if options.results:

@@ -1,6 +1,7 @@
-"""torch.distributed.all_reduce over fastcoll and over Gloo, in turn in one run; also beside DeepSpeed's kernel.
+"""Operations of torch.distributed over fastcoll and over Gloo, in turn in one run; also beside DeepSpeed's kernel.
 
     python bench/torch_backend.py
+    python bench/torch_backend.py --operation all_to_all
     python bench/torch_backend.py --ranks 4 --sizes 8,1M --json out.json
     python bench/torch_backend.py --dtype bfloat16 --deepspeed           # needs deepspeed and a compiler
 
@@ -8,7 +9,8 @@ Each backend has a group of the same processes, whose ranks are pinned to the us
 versus/pinning.py). For each size the backends run in turn, in reverse order every second time; before the timing, every
 call is made once and its result checked. Times are those of single calls: "sync" with async_op=False, "async" with
 async_op=True and wait. A column has the slowest rank's median (p99: its 99th percentile). DeepSpeed's kernel, which
-works in shared memory and is compiled at first use, is called by its operator of torch, without torch.distributed.
+works in shared memory and is compiled at first use, is called by its operator of torch, without torch.distributed. A
+size is the bytes of the larger of input and output.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -33,6 +37,7 @@ from fastcoll.bench.results import describe, machine
 
 BACKENDS = ("fastcoll", "gloo")
 TITLES = {"fastcoll": "fastcoll", "gloo": "Gloo", "deepspeed": "DeepSpeed's kernel"}
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MODES = ("sync", "async")
 SIZES = "8,1K,64K,1M,64M"
 TURNS = 6
@@ -69,6 +74,7 @@ def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
     if rank == 0:
         facts = {**machine(len(cores)), "torch": torch.__version__}
         about = {"kind": "torch", "machine": facts, "cores": cores, "ranks": ranks, "dtype": options.dtype}
+        about["operation"] = options.operation
         report = {**about, "command": " ".join(["python", *sys.argv]), "results": rows}
         Path(folder, "report.json").write_text(json.dumps(report))
     dist.destroy_process_group()
@@ -111,17 +117,16 @@ def measure(
     import torch
     import torch.distributed as dist
 
-    dtype = getattr(torch, options.dtype)
-    x = torch.empty(nbytes // dtype.itemsize, dtype=dtype)
+    trial = Trial.of(options.operation, nbytes, getattr(torch, options.dtype))
     calls: dict[str, Callable[[], Any]] = {}
     for name, group in groups.items():
-        calls[f"{name} sync"] = lambda group=group: dist.all_reduce(x, group=group)
-        calls[f"{name} async"] = lambda group=group: dist.all_reduce(x, group=group, async_op=True).wait()
+        calls[f"{name} sync"] = partial(trial.call, group=group)
+        calls[f"{name} async"] = lambda group=group: trial.call(group=group, async_op=True).wait()
     if kernel is not None:
-        calls["deepspeed sync"] = lambda: kernel(x)
+        calls["deepspeed sync"] = partial(kernel, trial.given)
     for name, call in calls.items():
-        check(x, name, call)
-    x.zero_()  # sums of zeros stay 0
+        trial.check(name, call)
+    trial.given.zero_()  # sums of zeros stay 0
     place_threads(cores, dist.get_rank())  # the libraries have started their threads
     counts = {name: _count(call, groups["gloo"], options.seconds / TURNS) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -132,21 +137,54 @@ def measure(
             times[name] += _time(calls[name], counts[name])
     typical = {name: _typical(found, groups["gloo"]) for name, found in times.items()}
     ratio = typical["gloo sync"]["median_us"] / typical["fastcoll sync"]["median_us"]
-    return {"operation": "all_reduce", "size": nbytes, "gloo_over_fastcoll": ratio, **typical}
+    return {"operation": options.operation, "size": nbytes, "gloo_over_fastcoll": ratio, **typical}
 
 
-def check(x: Any, name: str, call: Callable[[], Any]) -> None:
-    """Check the sum over the ranks, of integers that the dtype has; x has other values afterwards."""
-    import torch
-    import torch.distributed as dist
+@dataclass
+class Trial:
+    """An operation on tensors: `call` reads `given` on all ranks, and writes `got`, which may be the same tensor."""
 
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    values = 1000 if x.dtype == torch.float32 else 16
-    x.copy_(torch.arange(len(x)).remainder_(values).add_(rank))
-    expected = x.sub(rank).mul_(ranks).add_(sum(range(ranks)))
-    call()
-    if not torch.equal(x, expected):
-        raise SystemExit(f"all_reduce over {name} is wrong at {len(x)} elements")
+    operation: str
+    given: Any
+    got: Any
+    call: Callable[..., Any]
+
+    @classmethod
+    def of(cls, operation: str, nbytes: int, dtype: Any) -> Trial:
+        import torch
+        import torch.distributed as dist
+
+        ranks = dist.get_world_size()
+        share = nbytes // dtype.itemsize // ranks
+        part, x, y = (torch.empty(n * share, dtype=dtype) for n in (1, ranks, ranks))
+        given, got, function, arguments = {
+            "all_reduce": (x, x, dist.all_reduce, (x,)),
+            "all_gather": (part, x, dist.all_gather_into_tensor, (x, part)),
+            "reduce_scatter": (x, part, dist.reduce_scatter_tensor, (part, x)),
+            "all_to_all": (x, y, dist.all_to_all_single, (y, x)),
+        }[operation]
+        return cls(operation, given, got, partial(function, *arguments))
+
+    def check(self, name: str, call: Callable[[], Any]) -> None:
+        """Check a call's result on integers that the dtype has; `given` has other values afterwards."""
+        import torch
+        import torch.distributed as dist
+
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        values = 1000 if self.given.dtype == torch.float32 else 16
+        inputs = [
+            torch.arange(len(self.given)).remainder_(values).add_(r).to(self.given) for r in range(ranks)
+        ]
+        wanted = {
+            "all_reduce": lambda: sum(inputs),
+            "all_gather": lambda: torch.cat(inputs),
+            "reduce_scatter": lambda: sum(inputs).chunk(ranks)[rank],
+            "all_to_all": lambda: torch.cat([each.chunk(ranks)[rank] for each in inputs]),
+        }[self.operation]()
+        self.given.copy_(inputs[rank])
+        call()
+        if not torch.equal(self.got, wanted):
+            raise SystemExit(f"{self.operation} over {name} is wrong at {len(self.given)} elements")
 
 
 def _count(call: Callable[[], Any], group: Any, seconds: float) -> int:
@@ -191,7 +229,7 @@ def page(report: dict[str, Any]) -> list[str]:
         f"{TITLES[name]} / fastcoll" for name in others
     ]
     lines = [
-        f"all_reduce, {report['dtype']}, {report['ranks']} ranks, through torch.distributed (torch "
+        f"{report['operation']}, {report['dtype']}, {report['ranks']} ranks, through torch.distributed (torch "
         f"{report['machine']['torch']})",
         "",
         f"{describe(report['machine'])}; pinned to cores {', '.join(map(str, report['cores']))} in turn; "
@@ -212,6 +250,7 @@ def page(report: dict[str, Any]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--operation", default="all_reduce", choices=OPERATIONS)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sizes", default=SIZES, help=f"in bytes, or with K or M; default {SIZES}")
     parser.add_argument(
