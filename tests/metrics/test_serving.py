@@ -237,10 +237,10 @@ if rank < 0:  # the joiner
 dist.init_process_group()
 for _ in range(4): dist.all_reduce(x)
 dist.barrier()
+done(f"ready{rank}")
 if rank == 1:
     stay("kill")
     os.kill(os.getpid(), signal.SIGKILL)
-done("ready")
 try:
     dist.barrier()
 except dist.GroupError:
@@ -248,7 +248,7 @@ except dist.GroupError:
 stay()
 """
     job = start(text, *LAUNCH, "--min_ranks", "1", "--max-restarts", "1")
-    ready(job, "ready")
+    ready(job, "ready0", "ready1")
     before = scrape(port)("calls_total")
     assert before["WORLD", "all_reduce", "1"] == 4
     Path("kill").touch()
