@@ -158,7 +158,6 @@ def rank_of(how: str) -> int:
 
     import fastcoll as dist
     from fastcoll.gpu import carriers
-    from fastcoll.gpu.carriers import carrier_name
     from fastcoll.gpu.staged import StagedCarrier
     from fastcoll.job.groups import groups
 
@@ -179,7 +178,7 @@ def rank_of(how: str) -> int:
         if number >= 3:
             times.append(time.perf_counter() - begin)
         assert (x == 2).all()
-    carrier = carrier_name(groups.world)
+    carrier = carriers.carrier_name(groups.world)
     assert carrier == {"ipc": "IpcCarrier", "staged": "StagedCarrier", "nccl": "NcclCarrier"}[how], carrier
     print(median(times), flush=True)
     dist.destroy_process_group()

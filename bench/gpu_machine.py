@@ -6,11 +6,10 @@
 One GPU is enough: ranks share it. Nothing is downloaded: WHEELS has the wheels of packages that the machine lacks
 (posix_ipc, and a NumPy that its numba-cuda works with); they are installed into an environment in a temporary folder,
 beside the packages of the Python that runs this script. Steps run one after the other, the most important first, each
-with a limit in seconds; after a failure the next one runs, and a second call with --steps may run those for which there
-was no time, with another OUT. The report (report.md, report.json, junit.xml) is written
-after each step, and log.txt has all output, so that they are complete up to the last step if the machine is taken away.
-Without a GPU the steps that need one are reported so; with --rehearse they run with host arrays or a fake GPU as far as
-they can.
+with a limit in seconds; after a failure the next one runs, and a second call with --steps and another OUT may run those
+for which there was no time. The report (report.md, report.json, junit.xml) is written after each step, and log.txt has
+all output, so that they are complete up to the last step if the machine is taken away. Without a GPU the steps that
+need one are reported so; with --rehearse they run with host arrays or a fake GPU as far as they can.
 """
 
 from __future__ import annotations

@@ -361,15 +361,15 @@ class NcclMessages:
 
     def communicators(self) -> list[Communicator]:
         """Return the communicators of all directions."""
+        return [each.communicator for each in self._all_directions() if each.communicator is not None]
+
+    def _all_directions(self) -> list[Direction]:
         with self._lock:
-            directions = list(self._directions.values())
-        return [each.communicator for each in directions if each.communicator is not None]
+            return list(self._directions.values())
 
     def break_off(self, error: GroupError) -> None:
         """End all messages after the group has failed, from any thread, without waiting."""
-        with self._lock:
-            directions = list(self._directions.values())
-        for direction in directions:
+        for direction in self._all_directions():
             direction.break_off(error)
         self._end_all(error)
 

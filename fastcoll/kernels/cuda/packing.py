@@ -118,9 +118,8 @@ def scale(dst: int, src: int, count: int, dtype: np.dtype[Any], factor: Any, str
     memory, which would be freed on a thread that must not wait.
     """
     if count:
-        words = (
-            number(factor, dtype).view(f"i{size_of(element_of(dtype).lane)}").tolist()
-        )  # the bits of its lanes
+        # The bits of its lanes.
+        words = number(factor, dtype).view(f"i{size_of(element_of(dtype).lane)}").tolist()
         _scaler(dtype)(count, stream, dst, src, count, *words)
 
 
