@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _log = logging.getLogger("fastcoll")
+_has_warned = False
 
 
 class shared_arrays:
@@ -91,17 +92,15 @@ def _arena() -> ModuleType:
 
 def _is_ready() -> bool:
     """Create the memory for shared arrays if there is none yet; if that fails, warn once and return False."""
+    global _has_warned
     try:
         _arena().create()
     except ResourceError as error:
-        _say_once(f"shared arrays are made in ordinary memory: {error}")
+        if not _has_warned:  # whatever the error says: it has the free memory, which changes
+            _has_warned = True
+            _log.warning("shared arrays are made in ordinary memory: %s", error)
         return False
     return True
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    _log.warning("%s", text)
 
 
 @functools.cache

@@ -125,14 +125,18 @@ def test_the_setting_is_read_when_a_process_joins() -> None:
 
 def test_without_an_arena_arrays_are_ordinary(tmp_path: Any) -> None:
     code = """if True:
-        import logging, resource, sys
+        import logging, resource, sys, tempfile
         import numpy as np, fastcoll
         logging.basicConfig(stream=sys.stdout, format="%(message)s")
         fastcoll.shared_arrays.contains(np.ones(3))
         resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
         for _ in range(3):
+            # The error says how much memory is free, which changes.
+            taken = tempfile.TemporaryFile(dir="/dev/shm")
+            taken.write(bytes(1 << 20))
             with fastcoll.shared_arrays():
                 x = np.ones(100_000) + 1
+            taken.close()
         fastcoll.shared_arrays.enable()
         print(fastcoll.shared_arrays.contains(x), (x == 2).all())
     """
