@@ -230,6 +230,20 @@ class Fast:
             return work
         return self._group.gather(tensor, output_list, root, async_op)
 
+    def gather_single(self, tensor: Any, output: Any, root: int, async_op: bool = False) -> Work | None:
+        if not async_op and type(output) is not tuple:
+            try:
+                code = gather.call(self._c, output, tensor, root)
+                if code == DONE or self._continue_any(code, gather, output, tensor, root):
+                    return None
+            except BaseException as error:
+                self._torn(gather, error, root)
+        elif type(output) is not tuple and (
+            work := self._begin(gather, output, tensor, root, integers=(root,))
+        ):
+            return work
+        return self._group.gather_single(tensor, output, root, async_op)
+
     def scatter(
         self, tensor: Any, input_list: Sequence[Any] | None, root: int, async_op: bool = False
     ) -> Any:
@@ -246,6 +260,20 @@ class Fast:
         elif work := self._begin(scatter, tensor, blocks, root, integers=(root,)):
             return work
         return self._group.scatter(tensor, input_list, root, async_op)
+
+    def scatter_single(self, tensor: Any, input: Any, root: int, async_op: bool = False) -> Any:
+        if not async_op and type(input) is not tuple:
+            try:
+                code = scatter.call(self._c, tensor, input, root)
+                if code == DONE or self._continue_any(code, scatter, tensor, input, root):
+                    return None
+            except BaseException as error:
+                self._torn(scatter, error, root)
+        elif type(input) is not tuple and (
+            work := self._begin(scatter, tensor, input, root, integers=(root,))
+        ):
+            return work
+        return self._group.scatter_single(tensor, input, root, async_op)
 
     def all_to_all(
         self, output_list: Sequence[Any], input_list: Sequence[Any], async_op: bool = False

@@ -75,7 +75,7 @@ def copy_back(x, made):
         x[...] = np.asarray(made).reshape(x.shape)
 
 
-PREPARED = "scan exscan all_reduce_coalesced all_gather_coalesced gather_single scatter_single".split()
+PREPARED = "scan exscan all_reduce_coalesced all_gather_coalesced".split()
 
 
 @pytest.mark.ranks(1, 2, 3)
