@@ -169,12 +169,14 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _blame(launch: Launch, job: Job, folder: Path, end: str) -> str:
-    places = [f"  rank {rank}: {_place(job, folder, rank)}" for rank in range(job.ranks)]
+    places: dict[str, list[int]] = {}
+    for rank in range(job.ranks):
+        places.setdefault(_place(job, folder, rank), []).append(rank)
     lines = (folder / "stderr").read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
     return "\n".join(
         [
             f"{launch.side} failed: {end}",
-            *places,
+            *(f"  rank {', '.join(map(str, ranks))}: {place}" for place, ranks in places.items()),
             f"  command: {shlex.join([*launch.words, str(folder)])}",
             "  its stderr:",
         ]
