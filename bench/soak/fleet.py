@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from fastcoll.launch.lifeline import die_with_parent
-from fastcoll.testing.worker import shm_names
+from fastcoll.shm.segment import stale
 
 PLACES = 64
 _STDERR_BYTES = 6000
@@ -209,12 +209,12 @@ def live_on_nodes(rank: int, share: int) -> None:
 
 
 def left_in_shm(before: set[str], seconds: float = 2.0) -> set[str]:
-    """Return new names in /dev/shm that still exist after `seconds`.
+    """Return new names in /dev/shm whose makers have ended, and which still exist after `seconds`.
 
-    New names of other jobs disappear by themselves within that time.
+    Names of other jobs, such as tests beside this one, have makers that live, or are removed within that time.
     """
     end = time.monotonic() + seconds
-    while (left := shm_names() - before) and time.monotonic() < end:
+    while (left := set(stale()) - before) and time.monotonic() < end:
         time.sleep(0.01)
     return left
 

@@ -22,7 +22,7 @@ from ..job.backends import parse_backend
 from ..pages import html_page
 from ..pages.output_files import writable
 from ..rendezvous.detect import Detected, detect
-from ..system.standard_streams import PIPE_IS_CLOSED, run_command
+from ..system.standard_streams import INTERRUPTED, PIPE_IS_CLOSED, run_with_streams
 from . import cases
 from .cases import argument, listed, parse_operation, positive
 from .picture import PICTURES
@@ -98,7 +98,7 @@ def run_ranks(worker: Callable[..., int | None], launched: Detected, ranks: int,
             return FAILED
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
-            return 130
+            return INTERRUPTED
     return OK
 
 
@@ -119,7 +119,7 @@ def temporary_folder() -> Iterator[str]:
 
 def _run_spawned(rank: int, worker: Callable[..., int | None], url: str, ranks: int, rest: Any) -> None:
     meeting = {"init_method": url, "world_size": ranks, "rank": rank}
-    sys.exit(run_command(lambda: worker(rank, meeting, *rest)))
+    sys.exit(run_with_streams(lambda: worker(rank, meeting, *rest)))
 
 
 def make_parser(uses: Container[str] | None = None) -> argparse.ArgumentParser:
@@ -267,6 +267,8 @@ def pictures(paths: Sequence[Path]) -> list[Path]:
     Raises:
         UsageError: a picture cannot be drawn or written.
     """
+    if unnamed := [path for path in paths if not path.name]:
+        raise UsageError(f"--plot {unnamed[0]}: name a file")
     endings = [(path, [path.suffix] if path.suffix else PICTURES[:2]) for path in paths]
     found = [writable(path.with_suffix(suffix)) for path, suffixes in endings for suffix in suffixes]
     for path in found:

@@ -43,6 +43,9 @@ def run(local_rank: int, meeting: dict[str, Any], options: Namespace) -> int:
         if first:
             print(f"python -m fastcoll.bench: error: {error}", file=sys.stderr, flush=True)
         return MISUSED if first else OK
+    except MemoryError as error:
+        print(f"python -m fastcoll.bench: rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
+        return FAILED
     finally:
         dist.destroy_process_group()
     if not first:

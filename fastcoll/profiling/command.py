@@ -12,10 +12,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 from ..errors import UnavailableError, UsageError
 from ..pages import html_page
@@ -27,6 +27,7 @@ from .report import text_of, write_json
 
 _NOT_FOUND, _NOT_RUN, _MISUSED = 127, 126, 2  # a shell's exit codes
 _PASSED_ON = signal.SIGTERM, signal.SIGHUP
+_FROM_THE_TERMINAL = signal.SIGINT, signal.SIGQUIT  # Ctrl-C and Ctrl-\, which the program gets, too
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -65,13 +66,13 @@ def main(words: Sequence[str] | None = None) -> int:
         folder = given.folder or Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="fastcoll-profile-"))
         )
-        before = {path.name for path in folder.glob(f"*{SUFFIX}")}
+        before = {path.name: _identity(path) for path in folder.glob(f"*{SUFFIX}")}
         code = run_program(given.program, folder)
         return code if show(folder, before, given.html, given.json) else code or 1
 
 
 def run_program(program: Sequence[str], folder: Path) -> int:
-    """Run the program to its end, and pass signals on to it; Ctrl-C reaches it from the terminal."""
+    """Run the program to its end, and pass signals on to it, except those that a terminal sends to both."""
     environment = os.environ | {"FASTCOLL_PROFILE_DIR": os.fspath(folder.absolute())}
     started: list[subprocess.Popen[bytes]] = []
     pending: list[int] = []
@@ -81,8 +82,13 @@ def run_program(program: Sequence[str], folder: Path) -> int:
         for process in started:
             process.send_signal(number)
 
-    handlers = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
-    handlers[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
+    wanted = dict.fromkeys(_PASSED_ON, pass_on) | dict.fromkeys(_FROM_THE_TERMINAL, lambda *_: None)
+    # An ignored signal stays ignored, such as SIGHUP under nohup; the program inherits that.
+    handlers = {
+        number: signal.signal(number, handler)
+        for number, handler in wanted.items()
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
         started.append(subprocess.Popen(program, env=environment))
         for number in pending:
@@ -97,7 +103,13 @@ def run_program(program: Sequence[str], folder: Path) -> int:
     return code if code >= 0 else 128 - code
 
 
-def show(folder: Path, before: set[str], html: Path | None, json: Path | None) -> bool:
+def _identity(path: Path) -> tuple[int, int]:
+    """Return what tells two files of one name apart; in a container the names of two runs may be equal."""
+    state = path.stat()
+    return state.st_ino, state.st_mtime_ns
+
+
+def show(folder: Path, before: Mapping[str, tuple[int, int]], html: Path | None, json: Path | None) -> bool:
     """Print the profile, and write the files; return whether all files could be written."""
     found = read(folder, before)
     if found is None:
@@ -118,12 +130,15 @@ def show(folder: Path, before: set[str], html: Path | None, json: Path | None) -
     return written
 
 
-def read(folder: Path, left_out: Container[str] = ()) -> Profile | None:
-    """Merge the logs in a folder; None if there are none. Of processes with the same rank, the last one counts."""
+def read(folder: Path, left_out: Mapping[str, tuple[int, int]] = MappingProxyType({})) -> Profile | None:
+    """Merge the logs in a folder; None if there are none. Of processes with the same rank, the last one counts.
+
+    `left_out`: the names and identities of logs that do not count, because they were there before.
+    """
     logs: dict[int, RankLog] = {}
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(OSError, ValueError, KeyError):
-            if path.name not in left_out:
+            if left_out.get(path.name) != _identity(path):
                 mine = RankLog(*load(os.fspath(path).removesuffix(SUFFIX)))
                 other = logs.get(mine.rank)
                 if (

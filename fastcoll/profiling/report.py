@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..tools.printing import bytes_of, counted
+from ..tools.printing import bytes_of, counted, digits_of
 from .merging import Profile, ProfileEntry, RankTime
 
 COLUMNS = (
@@ -48,9 +48,8 @@ def summary(profile: Profile) -> list[str]:
     hosts = {each.host for each in profile.ranks}
     where = next(iter(hosts)) if len(hosts) == 1 else f"{len(hosts)} hosts"
     longest = max((each.run for each in profile.ranks), default=0.0)
-    parts = [
-        f"{counted(len(profile.ranks), 'rank')} on {where}, {longest:.3g} s, up to {counted(calls, 'call')} a rank"
-    ]
+    ranks, most = counted(len(profile.ranks), "rank"), counted(calls, "call")
+    parts = [f"{ranks} on {where}, {digits_of(longest)} s, up to {most} a rank"]
     if run:
         parts.append(f"{_percent(transfer / run)} of the time in transfer, {_percent(waiting / run)} waiting")
     lines = ["; ".join(parts)]
@@ -167,11 +166,11 @@ def _percent(share: float) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"{digits_of(seconds)} s" if seconds >= 1 else f"{digits_of(seconds * 1e3)} ms"
 
 
 def _microseconds(microseconds: float) -> str:
-    return f"{microseconds:.3g} us" if microseconds < 1e3 else _seconds(microseconds / 1e6)
+    return f"{digits_of(microseconds)} us" if microseconds < 1e3 else _seconds(microseconds / 1e6)
 
 
 def as_data(profile: Profile) -> dict[str, Any]:

@@ -246,7 +246,8 @@ class Asked:
 def _files() -> dict[int, tuple[int, int]]:
     """Return {pid: (inode, mtime) of its dump file} for this machine; each dump changes inode and mtime."""
     found = {}
-    with contextlib.suppress(FileNotFoundError), os.scandir(config.get("FASTCOLL_TRACE_DIR")) as entries:
+    # A job goes on without a folder, or with one that cannot be read; its ranks warn when they write their dumps.
+    with contextlib.suppress(OSError), os.scandir(config.get("FASTCOLL_TRACE_DIR")) as entries:
         for entry in entries:
             name, _, pid = entry.name.removesuffix(SUFFIX).rpartition(".")
             if entry.name.endswith(SUFFIX) and name.endswith(f".{os.uname().nodename}") and pid.isdigit():

@@ -55,7 +55,8 @@ class RanksMark:
             raise UsageError(f"ranks: timeout is a number of seconds above 0, got {timeout!r}")
         value, any_rank = options.get("may_die", ()), range(max(sizes))
         ranks = list(any_rank) if value is True else value
-        if not isinstance(ranks, Iterable) or any(type(r) is not int or r not in any_rank for r in ranks):
+        ranks = list(ranks) if isinstance(ranks, Iterable) else None  # an iterator can be read only once
+        if ranks is None or any(type(r) is not int or r not in any_rank for r in ranks):
             raise UsageError(
                 f"ranks: may_die takes ranks from 0 to {max(sizes) - 1} or True for any, got {value!r}"
             )

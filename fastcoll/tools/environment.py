@@ -202,7 +202,8 @@ def settings_of(environ: Mapping[str, str]) -> list[SettingInForce]:
     """Return every setting of fastcoll, and every FASTCOLL_ variable that is not a setting."""
     found = [_setting(name, setting, environ) for name, setting in config.SETTINGS.items()]
     for name, cure in config.unknown(environ).items():
-        found.append(SettingInForce(name, environ[name], "environment", f"no setting of fastcoll; {cure}"))
+        value = _hidden(environ[name]) if "SECRET" in name + cure else environ[name]
+        found.append(SettingInForce(name, value, "environment", f"no setting of fastcoll; {cure}"))
     return found
 
 
@@ -211,7 +212,7 @@ def _setting(name: str, setting: config.Setting, environ: Mapping[str, str]) -> 
     if text is None:
         return SettingInForce(name, _shown(setting.default), "default", setting.meaning)
     if name == _SECRET:
-        return SettingInForce(name, f"({len(text)} characters)", "environment", setting.meaning)
+        return SettingInForce(name, _hidden(text), "environment", setting.meaning)
     try:
         value = _shown(setting.parse(text))
         if name == "FASTCOLL_PLACE" and text:
@@ -223,6 +224,10 @@ def _setting(name: str, setting: config.Setting, environ: Mapping[str, str]) -> 
         return SettingInForce(
             name, text, "environment", setting.meaning, f"cannot be used ({error}); {setting.meaning}"
         )
+
+
+def _hidden(secret: str) -> str:
+    return f"({len(secret)} characters)"
 
 
 def _shown(value: object) -> str:

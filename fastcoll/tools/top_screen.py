@@ -65,7 +65,7 @@ class Screen:
 def opened(once: bool) -> Iterator[Screen]:
     """Yield a screen for one view, or for many."""
     console = Console(highlight=False)
-    if once or not console.is_terminal:
+    if once or not console.is_terminal or console.is_dumb_terminal:
         yield Screen(console, None, False)
         return
     with ExitStack() as stack:

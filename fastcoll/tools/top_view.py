@@ -115,7 +115,7 @@ def table(rows: Sequence[RankRates], slow: int, wide: bool) -> Table:
 
 def render(view: View, width: int, height: int | None = None) -> RenderableType:
     """Return a view for a terminal; with a `height`, leave out the last rows if they do not fit."""
-    troubles = view.troubles[:_MOST_DIAGNOSES]
+    width, troubles = max(1, width), view.troubles[:_MOST_DIAGNOSES]
     rows = view.rows
     if height is not None:
         rows = rows[

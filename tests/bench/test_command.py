@@ -89,6 +89,7 @@ def test_wrong_results_are_exit_code_1(tmp_path):
         (["--backend", "pigeons"], "no backend 'pigeons'"),
         (["--json", "/nowhere/out.json"], "there is no folder /nowhere"),
         (["--plot", "out.doc"], "must end in .png"),
+        (["--plot", "."], "name a file"),
         (["--json", "/proc/out.json"], "/proc/out.json cannot be written: "),
         (["--csv", "/"], "/ cannot be written: Is a directory"),
         (["--iters", "0"], "not a finite number greater than 0"),

@@ -23,6 +23,7 @@ def test_defaults_and_options() -> None:
     options = {"init": False, "backend": "shm", "timeout": 5, "fresh": True, "may_die": [0, 2]}
     assert RanksMark.parse((3,), options) == RanksMark((3,), False, "shm", 5, True, frozenset([0, 2]))
     assert RanksMark.parse((2, 3), {"fresh": True, "may_die": True}).may_die == {0, 1, 2}
+    assert RanksMark.parse((2, 3), {"fresh": True, "may_die": iter([1])}).may_die == {1}
 
 
 @pytest.mark.parametrize("sizes", [(), (0,), (-1,), ("2",), (2.0,), (True,), (2, 2), ([1, 2],)])

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from programs import python
 
 from fastcoll.system.standard_streams import run_command
 from fastcoll.tools import command, environment
-from fastcoll.tools.printing import Printer, bytes_of, seconds_of
+from fastcoll.tools.printing import Printer, bytes_of, digits_of, seconds_of
 
 LIMIT = 120  # s, which only ends a hang
 
@@ -59,6 +60,29 @@ def test_a_reader_that_goes_away_is_no_error(words):
     os.close(write)
     assert done.returncode == 141
     assert b"Error" not in done.stderr, done.stderr
+
+
+def test_output_for_which_the_disk_has_no_room_is_named_in_a_line():
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-c", COMMAND, "env"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stderr) == (1, "the output cannot be written: No space left on device\n")
+
+
+def test_characters_that_the_output_lacks_are_replaced():
+    code = (
+        "from fastcoll.system.standard_streams import run_command as run; run(lambda: print('a \u2192 \xe9'))"
+    )
+    done = python("-c", code, environ={"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stdout) == (0, "a \\u2192 \\xe9\n"), done.stderr
+
+
+def test_ctrl_c_ends_a_command_with_a_line(capsys):
+    def command() -> int:
+        raise KeyboardInterrupt
+
+    assert run_command(command) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_a_command_whose_output_is_closed_from_the_start_prints_nothing():
@@ -118,7 +142,8 @@ def test_a_table_fits_into_a_terminal(monkeypatch):
     assert {line[:6] for line in lines[3:]} == {" " * 6}
 
 
-def test_reports_follow_one_another_in_a_pipe_and_replace_one_another_on_a_terminal():
+def test_reports_follow_one_another_in_a_pipe_and_replace_one_another_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     for out, between in ((io.StringIO(), "\n"), (Terminal(), "\033[H\033[J")):
         show = Printer(out)
         show.anew()
@@ -127,6 +152,10 @@ def test_reports_follow_one_another_in_a_pipe_and_replace_one_another_on_a_termi
         show.anew()
         show.say("second")
         assert out.getvalue().endswith(f"first\n{between}second\n")
+    monkeypatch.setenv("TERM", "dumb")
+    show = Printer(out := Terminal())
+    show.anew()
+    assert out.getvalue() == ""
 
 
 def test_colours_are_for_terminals_that_have_them(monkeypatch):
@@ -144,7 +173,8 @@ def test_colours_are_for_terminals_that_have_them(monkeypatch):
         *((0.04, "0.0 s", seconds_of), (12.4, "12 s", seconds_of), (59.6, "1 min", seconds_of)),
         *((200, "3 min 20 s", seconds_of), (7500, "2 h 5 min", seconds_of), (90000, "1 d 1 h", seconds_of)),
         *((1 << 3, "8 B", bytes_of), (1 << 12, "4 KiB", bytes_of), (1 << 26, "64 MiB", bytes_of)),
-        *((1 << 35, "32 GiB", bytes_of), (1 << 44, "16 TiB", bytes_of)),
+        *((1 << 35, "32 GiB", bytes_of), (1 << 44, "16 TiB", bytes_of), (1000 << 20, "1000 MiB", bytes_of)),
+        *((3.14159, "3.14", digits_of), (999.6, "1000", digits_of), (3550.2, "3550", digits_of)),
     ],
 )
 def test_durations_and_bytes_are_formatted(value, text, of):
@@ -225,8 +255,9 @@ def test_env_refuses_the_settings_that_ranks_would_refuse(name, text, why, capsy
     assert re.search(rf"fastcoll\.errors\.UsageError: .*({name}|FASTCOLL_ELASTIC)", done.stderr)
 
 
-def test_env_shows_which_files_it_would_use_and_never_the_secret():
-    done = run("env", FASTCOLL_SECRET="swordfish-swordfish")
+@pytest.mark.parametrize("name", ["FASTCOLL_SECRET", "FASTCOLL_SECERT", "FASTCOLL_MY_SECRETS"])
+def test_env_shows_which_files_it_would_use_and_never_the_secret(name):
+    done = run("env", **{name: "swordfish-swordfish"})
     assert "swordfish" not in done.stdout
     assert "(19 characters)" in done.stdout
     assert str(Path(command.__file__).parents[1]) in done.stdout

@@ -160,6 +160,16 @@ def test_mpi_that_cannot_be_loaded_is_a_warning(monkeypatch):
     assert "libmpi.so: not there" in library.text
 
 
+def test_a_check_that_gets_no_answer_is_a_warning(monkeypatch):
+    monkeypatch.setattr(software_checks, "installed", lambda package: "4.1.0")
+    for module, ask in ((software_checks, "_ASK_MPI"), (machine_checks, "_ASK_PEER")):
+        monkeypatch.setattr(module, ask, "import signal; signal.pause()")
+        monkeypatch.setattr(module, "_SECONDS", 0.01)
+    found = [*software_checks.mpi(2), *machine_checks.memory_of_peers(2)]
+    assert [each.level for each in found] == ["ok", "warning", "warning"]
+    assert all("within 0.01 s" in each.text for each in found[1:])
+
+
 def test_cgroups_limits_are_those_of_the_lowest_ancestor(monkeypatch, tmp_path):
     inner = tmp_path / "sys/fs/cgroup/outer/inner"
     inner.mkdir(parents=True)

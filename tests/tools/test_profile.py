@@ -363,16 +363,50 @@ def test_after_an_exception_the_exit_code_is_the_programs(tmp_path: Path):
     assert done.returncode == 5
 
 
-def test_ctrl_c_ends_the_program_and_then_the_profile_is_shown(tmp_path: Path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT])
+def test_signals_of_the_terminal_end_the_program_and_then_the_profile_is_shown(
+    number: signal.Signals, tmp_path: Path
+):
     (tmp_path / "train.py").write_text(PROGRAM.format(then="dist.barrier()\nsignal.pause()"))
     words = [sys.executable, "-m", "fastcoll", "profile", "--", sys.executable, str(tmp_path / "train.py")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     with subprocess.Popen(words, **pipes) as started:
         assert started.stdout.readline() == "ready\n"
-        os.killpg(started.pid, signal.SIGINT)
+        os.killpg(started.pid, number)
         _, errors = started.communicate(timeout=LIMIT)
-    assert started.returncode == 128 + signal.SIGINT
+    assert started.returncode == 128 + number
     assert "fastcoll profile: 1 rank on" in errors
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    """As SIGHUP is under nohup."""
+    print_them = "import signal; print([signal.getsignal(n) == signal.SIG_IGN for n in (1, 2, 3, 15)])"
+    ignore = "import os, signal, sys; signal.signal(1, signal.SIG_IGN); signal.signal(3, signal.SIG_IGN); "
+    ignore += "os.execv(sys.argv[1], sys.argv[1:])"
+    words = (sys.executable, "-m", "fastcoll", "profile", "--", sys.executable, "-c", print_them)
+    done = python("-c", ignore, *words)
+    assert done.stdout == "[True, False, True, False]\n", done.stderr
+
+
+def test_a_log_that_was_there_before_counts_only_if_it_was_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In a container, the processes of two runs may have the same names."""
+    monkeypatch.setattr(command, "merge", lambda logs: [each.rank for each in logs])
+    path = tmp_path / f"rank-0.vm.5{log.SUFFIX}"
+
+    def write() -> None:
+        written = CallLog({"rank": 0, "began": 0, "epoch": 0}, str(tmp_path / "rank-0.vm.5"))
+        written.add_group("WORLD", [0], 0)
+        written.add(1, log.SYNC, 1, REDUCE, 64, 10, 20, -1)
+        written.end()
+
+    write()
+    before = {path.name: command._identity(path)}
+    assert command.read(tmp_path, before) is None
+    path.unlink()
+    write()
+    assert command.read(tmp_path, before) == [0]
 
 
 def test_a_program_that_makes_no_group_or_does_not_exist(tmp_path: Path):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from programs import python, until
@@ -363,6 +364,17 @@ def test_without_a_job_nothing_is_found():
     """This process is no rank, but it may be the ancestor of ranks that other tests have started."""
     assert [job for job in look()["jobs"] if os.getpid() in [rank["pid"] for rank in job["ranks"]]] == []
     assert look("--job", "none-of-that-name")["jobs"] == []
+
+
+@pytest.mark.parametrize("first", ["systemd", "python -m fastcoll.launch train.py"])
+def test_a_launcher_may_be_the_first_process_of_a_container(first, monkeypatch):
+    environs = {7: {b"FASTCOLL_LAUNCHERS": b"host:1"}, 1: {b"HOME": b"/root"}}
+    monkeypatch.setattr(jobs_here, "status_of", lambda pid: (b"S", {7: 1, 1: 0}[pid]))
+    monkeypatch.setattr(jobs_here, "_environ", environs.__getitem__)
+    monkeypatch.setattr(jobs_here, "_words", lambda pid: first.split() if pid == 1 else ["train.py"])
+    assert jobs_here.launchers_of(7) == ("host:1", environs[1])
+    assert jobs_here._named("1")(SimpleNamespace(pid=7)) is ("fastcoll" in first)
+    assert jobs_here._named("7")(SimpleNamespace(pid=7))
 
 
 def test_the_cure_depends_on_whether_a_process_writes_its_stacks():

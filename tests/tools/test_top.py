@@ -359,6 +359,7 @@ def test_rows_for_which_a_terminal_has_no_room_are_counted():
     assert len(shown) <= 24
     (more,) = (line for line in shown if "rows more" in line)
     assert int(more.split()[1]) == 100 - sum("barrier" in line for line in shown)
+    render(many, 0, 24)  # a terminal that does not know its size
 
 
 @pytest.mark.parametrize(
@@ -534,6 +535,22 @@ def test_on_a_terminal_it_ends_with_q_and_signals_and_restores_the_terminal(job,
         assert b"\x1b[?1049h" in shown
         assert b"\x1b[?1049l" in shown  # the screen as it was
         assert subprocess.run(["stty", "-g"], stdin=theirs, capture_output=True).stdout == settings
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_a_terminal_without_controls_gets_one_view_after_another(job):
+    ours, theirs = pty.openpty()
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "env": {**os.environ, "TERM": "dumb"}}
+    try:
+        command = [sys.executable, "-m", "fastcoll", "top", str(job.pid)]
+        with subprocess.Popen(command, start_new_session=True, **streams) as command:
+            shown = b""
+            while shown.count(b"all_reduce") < 4:
+                shown += os.read(ours, 1 << 16)
+            command.kill()
+        assert b"\x1b" not in shown
     finally:
         os.close(ours)
         os.close(theirs)

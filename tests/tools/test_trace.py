@@ -442,6 +442,16 @@ def test_a_process_that_could_have_dumped_and_has_not_is_not_waited_for(
     core_dump.ask([asked.pid])
 
 
+def test_a_folder_of_traces_that_is_none_does_not_change_how_a_job_ends(tmp_path: Path) -> None:
+    program, place = tmp_path / "fails.py", tmp_path / "file"
+    program.write_text("import sys; sys.exit(3)")
+    place.touch()
+    words = ("-m", "fastcoll.launch", "-n", "1", program)
+    done = python(*words, environ={"FASTCOLL_TRACE_DIR": str(place)})
+    assert done.returncode == 3, done.stderr
+    assert "cannot be run" not in done.stderr
+
+
 def test_dump_writes_into_the_given_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FASTCOLL_TRACE_DIR", raising=False)
     with pytest.raises(dist.UsageError, match="give one, or set FASTCOLL_TRACE_DIR"):
