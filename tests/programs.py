@@ -12,7 +12,7 @@ from typing import Any
 
 from fastcoll.launch.nodes import free_port
 
-LIMIT = 240.0  # s, which only ends a hang
+LIMIT = 600.0  # s, which only ends a hang
 # A program that prints the name of a segment that it has made, and then is killed.
 DIES_WITH_A_SEGMENT = (
     "import os; from fastcoll.shm import segment as s; from fastcoll.shm.layout import plan; n = s.new_name(); "

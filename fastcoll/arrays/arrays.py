@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArrayError, UsageError
+from ..errors import ArrayError, FastcollError, UsageError
 from . import columns, jax_arrays, tensors
 from .imported import Array, FunctionalResult, ImportedArray, OnDeviceError, finish_all
 
@@ -60,7 +60,14 @@ def import_array(x: Any, *, writable: bool, what: str = "tensor", functional: bo
         ArrayError: x is no array, has objects as elements, is not in host memory, or is read-only although the call
             writes into it.
     """
-    array = x if type(x) is np.ndarray else _as_ndarray(x, what, writable, functional)
+    try:
+        array = x if type(x) is np.ndarray else _as_ndarray(x, what, writable, functional)
+    except FastcollError:
+        raise
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:  # of the object itself
+        raise ArrayError(
+            f"{what} is a {type(x).__name__} that NumPy cannot view: {error}; give a NumPy array"
+        ) from error
     if isinstance(array, ImportedArray):
         return array
     if array.dtype.hasobject:
@@ -79,7 +86,7 @@ def import_array(x: Any, *, writable: bool, what: str = "tensor", functional: bo
         return ImportedArray(array.copy(order="C"))
     if may_overlap(array.shape, array.strides, array.itemsize):
         raise ArrayError(
-            f"{what} is a {_describe(array)} with strides {array.strides}, so that elements share memory, "
+            f"{what} is a {_describe(array)} with strides {array.strides}, so that elements may share memory, "
             "and the result goes there; give a copy of it"
         )
     return ImportedArray(array.copy(order="C"), owner=array)
@@ -160,24 +167,14 @@ def _as_ndarray(x: Any, what: str, writable: bool, functional: bool) -> Array | 
         view = memoryview(x)
     except TypeError:
         raise ArrayError(f"{what} must be an array, got {type(x).__name__}; {_cure(x)}") from None
-    try:
-        return np.asarray(view)
-    except (BufferError, ValueError) as error:
-        raise ArrayError(
-            f"{what} is a {type(x).__name__} whose buffer NumPy cannot view: {error}; give a NumPy array"
-        ) from error
+    return np.asarray(view)
 
 
 def _from_dlpack(x: Any, writable: bool, what: str) -> Array:
     try:
-        try:
-            array = np.from_dlpack(x, **_NEVER_COPY)
-        except TypeError:  # before DLPack 1.0 the only argument is `stream`, and nothing is copied
-            array = np.from_dlpack(x)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise ArrayError(
-            f"{what} is a {type(x).__name__} that NumPy cannot view through DLPack: {error}; give a NumPy array"
-        ) from error
+        array = np.from_dlpack(x, **_NEVER_COPY)
+    except TypeError:  # before DLPack 1.0 the only argument is `stream`, and nothing is copied
+        array = np.from_dlpack(x)
     if writable and not array.flags.writeable:
         raise ArrayError(
             f"{what} is a {type(x).__name__}, which is read-only through DLPack with NumPy {np.__version__}, and "

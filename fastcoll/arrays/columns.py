@@ -7,6 +7,7 @@ does.
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -50,6 +51,8 @@ def _elements_of_pandas(pandas: Any, x: Any, what: str) -> Array:
         cure = next(
             (cure for part, cure in _PANDAS_CURES if part in str(dtype)), "give x.to_numpy(dtype=...)"
         )
+        if not isinstance(x, pandas.Series):  # the others have these methods themselves
+            cure = re.sub(r"x\.(cat|sparse|dt)\.", "x.", cure)
         raise ArrayError(f"{name}, which NumPy has no dtype for; {cure}")
     if x.isna().any():
         raise ArrayError(f"{name} with missing values; give x.fillna(value) or x.dropna()")

@@ -290,6 +290,15 @@ def keep(folder: str, name: str, stamp: bytes, code: bytes, is_ours: bool) -> No
     if is_ours and _hash_sources() != SOURCES:
         warn_unkept("compiled kernels are not kept, since fastcoll's files have changed; start again")
         return
+    from numba.core import config
+
+    # The stamp is made without Numba, and a program, or a file .numba_config.yaml, may set another processor.
+    chosen = [getattr(config, name) or "" for name in ("CPU_NAME", "CPU_FEATURES")]
+    if chosen != [os.environ.get(f"NUMBA_{name}", "") for name in ("CPU_NAME", "CPU_FEATURES")]:
+        warn_unkept(
+            "compiled kernels are not kept, since numba.config has another processor than the environment"
+        )
+        return
     try:
         cache_files.write(folder, name, stamp + digest(code) + code)
     except OSError as error:

@@ -11,6 +11,8 @@ from numbers import Number
 from types import CodeType, FunctionType, NoneType
 from typing import Any, ClassVar
 
+import numpy as np
+
 from ..errors import UsageError
 
 
@@ -79,6 +81,10 @@ class ReduceOp:
         """
         if not callable(function):
             raise UsageError(f"ReduceOp.custom takes a function f(a, b), got {type(function).__name__}")
+        if type(function).__hash__ is None:
+            raise UsageError(
+                f"ReduceOp.custom got a {type(function).__name__}, which has no hash; give a function that calls it"
+            )
         text = label = name or str(getattr(function, "__name__", "custom"))
         plain = getattr(function, "py_func", function)
         if isinstance(plain, FunctionType):
@@ -120,18 +126,22 @@ def _describe_code(code: CodeType) -> str:
 
 
 def _describe_values(values: Iterable[Any]) -> str:
-    """Describe numbers, texts and nested code by value, and other objects by type.
+    return " ".join(map(_describe, values))
+
+
+def _describe(value: Any) -> str:
+    """Describe a number, a text, nested code, or a tuple or set of these by value, and another object by its type.
 
     The repr of other objects may contain an address, which differs between ranks.
     """
-    return " ".join(
-        _describe_code(value)
-        if isinstance(value, CodeType)
-        else repr(value)
-        if isinstance(value, int | float | complex | str | bytes | NoneType)
-        else type(value).__name__
-        for value in values
-    )
+    if isinstance(value, CodeType):
+        return _describe_code(value)
+    if isinstance(value, tuple):
+        return f"({_describe_values(value)})"
+    if isinstance(value, frozenset):
+        return f"{{{' '.join(sorted(map(_describe, value)))}}}"
+    is_value = isinstance(value, int | float | complex | str | bytes | NoneType | np.generic)
+    return repr(value) if is_value else type(value).__name__
 
 
 class _DeprecatedReduceOp:

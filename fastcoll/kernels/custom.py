@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import from_dtype, types
 from numba.core import cgutils
 from numba.core.ccallback import CFunc
-from numba.core.errors import NumbaError
+from numba.core.errors import NumbaError, TypingError
 from numba.extending import intrinsic, is_jitted
 
 from ..compiler.cache import ProgressLog
@@ -83,6 +83,8 @@ def _fold_by(typing_context, function, dst, srcs, n, count):
     kind = dst.dtype
     operand = computed_as(kind)
     call = function.get_call_type(typing_context, (operand, operand), {})
+    if isinstance(call.return_type, types.Optional):
+        raise TypingError("a path through it ends without a `return`, or returns None")
 
     def emit(context, builder, signature, args):
         _, pointer, table, number, elements = args
@@ -140,7 +142,9 @@ class _Record:
         self.nbytes = max(1, record.size)  # a dtype without fields has no bytes, and loops divide by this
         self._combine = combine
         self._size, kind = WORD(record.size), context.get_data_type(record)
-        self._taken, self._new = (cgutils.alloca_once(builder, kind) for _ in range(2))
+        # Not by cgutils.alloca_once, which fills the memory with zeros: LLVM takes minutes for that from 16 KiB on.
+        with builder.goto_entry_block():
+            self._taken, self._new = (builder.alloca(kind) for _ in range(2))
         for private in (self._taken, self._new):
             private.align = 16  # Numba assumes that the fields of an aligned dtype are aligned
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -44,6 +45,7 @@ _LANES = 16  # of a vector of a block
 _PARTS = BLOCK // _LANES
 _ITEM = BLOCK + 4
 _TINY = 2.0**-100
+_LARGEST_SCALE = float(np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0)))
 Values = Sequence[Any]
 """Successive elements as float32: some vectors of equal length, or one number."""
 
@@ -110,6 +112,9 @@ class _Int8Block:
         zero, nan = ir.Constant(_FLOAT, 0.0), ir.Constant(_FLOAT, float("nan"))
         scale = builder.fdiv(top, ir.Constant(_FLOAT, 127.0))
         scale = builder.select(builder.fcmp_ordered("<", top, ir.Constant(_FLOAT, _TINY)), zero, scale)
+        # Rounding up could make the largest float32 infinite when it is widened again.
+        most = ir.Constant(_FLOAT, _LARGEST_SCALE)
+        scale = builder.select(builder.fcmp_ordered(">", scale, most), most, scale)
         scale = builder.select(usual, scale, nan)
         has_numbers = builder.fcmp_ordered(">", scale, zero)
         divisor = builder.select(has_numbers, scale, ir.Constant(_FLOAT, 1.0))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import array
+import mmap
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -203,12 +205,39 @@ def test_dlpack_before_its_version_1_is_read_in_place():
         import_array(Old(x), writable=True)
 
 
+def test_objects_whose_memory_is_gone_or_described_wrong_are_refused_with_the_reason():
+    class Wrong:
+        __array_interface__: ClassVar = {
+            "version": 3,
+            "shape": (1,),
+            "typestr": "nonsense",
+            "data": (0, False),
+        }
+
+    class Fails:
+        def __dlpack_device__(self):
+            raise RuntimeError("the device is lost")
+
+    closed = mmap.mmap(-1, 100)
+    closed.close()
+    released = memoryview(b"abc")
+    released.release()
+    for x, reason in (
+        (closed, "closed"),
+        (released, "released"),
+        (Wrong(), "nonsense"),
+        (Fails(), "is lost"),
+    ):
+        with refused(f"{type(x).__name__} that NumPy cannot view: .*{reason}"):
+            import_array(x, writable=False)
+
+
 def test_arrays_that_dlpack_cannot_export_are_refused_with_its_message():
     class Refuses(Dlpack):
         def __dlpack__(self, **kwargs):
             raise BufferError("not exportable today")
 
-    with refused("Refuses that NumPy cannot view through DLPack: not exportable today"):
+    with refused("Refuses that NumPy cannot view: not exportable today"):
         import_array(Refuses(np.zeros(1)), writable=False)
 
 

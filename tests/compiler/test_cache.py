@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import Mock
 
+import numba
 import pytest
 from programs import at_once, until
 from together import together
@@ -286,6 +287,17 @@ def test_code_of_sources_that_changed_after_the_start_is_not_kept(monkeypatch, o
     assert jit.entry(identity).call(7) == 7
     assert not [*tmp_path.rglob("*.code")]
     assert [each for each in caplog.messages if "fastcoll's files have changed; start again" in each]
+
+
+def test_code_for_another_processor_that_a_program_chooses_is_not_kept(
+    monkeypatch, own_folder, tmp_path, caplog
+):
+    monkeypatch.setattr(cache.KernelCache, "unkept", "")
+    numba.config.reload_config()  # Numba does that itself when the environment has changed
+    monkeypatch.setattr(numba.config, "CPU_NAME", "generic")
+    assert jit.entry(identity).call(7) == 7
+    assert not [*tmp_path.rglob("*.code")]
+    assert [each for each in caplog.messages if "another processor than the environment" in each]
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

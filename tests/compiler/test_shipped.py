@@ -143,7 +143,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.long
-@pytest.mark.limit(400)
+@pytest.mark.limit(1200)
 def test_ranks_with_shipped_code_compile_nothing(tmp_path):
     """The whole way of a wheel: compile into a copy of the package, then start ranks with an empty cache."""
     packs = []

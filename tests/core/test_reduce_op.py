@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -64,6 +65,29 @@ def test_values_around_a_function_are_compared() -> None:
     assert made(2).code == made(2).code
     assert made(2).code != made(3).code
     assert made(2).code != made(2, 4).code
+    for one, other in (
+        (np.float32(2), np.float32(3)), (np.int64(2), np.int64(3)), (np.True_, np.False_), ((1, 2), (1, 3)),
+        (frozenset({1, "a"}), frozenset({2, "a"})),
+    ):  # fmt: skip
+        assert made(one).code != made(other).code
+        assert made(one).code == made(copy.deepcopy(one)).code
+    among = [
+        ReduceOp.custom(f)
+        for f in (lambda a, b: a if a in (1, 2) else b, lambda a, b: a if a in (1, 3) else b)
+    ]
+    assert among[0].code != among[1].code
+
+
+def test_a_callable_without_a_hash_is_refused() -> None:
+    @dataclass
+    class Scaled:
+        factor: float
+
+        def __call__(self, a: Any, b: Any) -> Any:
+            return a + self.factor * b
+
+    with pytest.raises(UsageError, match="a Scaled, which has no hash"):
+        ReduceOp.custom(Scaled(2.0))
 
 
 @pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"])

@@ -49,6 +49,25 @@ def test_uncompilable_functions_are_refused_by_name(function):
         reducer(ReduceOp.custom(function), np.dtype("f4"))
 
 
+@pytest.mark.limit(60)
+def test_long_records_compile_in_seconds():
+    dtype = np.dtype([("m", "f8", (2048,))])
+
+    def first(a, b):
+        return a
+
+    assert reducer(ReduceOp.custom(first), dtype).address
+
+
+def test_a_function_that_returns_nothing_on_a_path_is_refused():
+    def larger(a, b):
+        if a >= b:
+            return a  # and None otherwise
+
+    with pytest.raises(UsageError, match="ends without a `return`"):
+        reducer(ReduceOp.custom(larger), np.dtype("i8"))
+
+
 @pytest.mark.parametrize("dtype", [">f4", [("a", ">i2")], "O", "U3", [("a", "O")], "M8[s]"], ids=str)
 def test_dtypes_without_a_compiled_type_are_refused(dtype):
     with pytest.raises(ArrayError, match="dtype"):

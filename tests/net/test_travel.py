@@ -57,6 +57,17 @@ def reduced(made: list[ProcessGroup], arrays: list[np.ndarray], op: ReduceOp, tr
     return results[0]
 
 
+@pytest.mark.parametrize("value", [np.finfo("f4").max, -np.finfo("f4").max, np.float32(3.4e38)])
+def test_the_largest_numbers_stay_finite_as_int8(value: np.float32) -> None:
+    """A step of the largest number divided by 127 could be rounded up, and 127 steps be infinite."""
+    x, nothing = np.zeros(300, "f4"), np.zeros(300, "f4")
+    x[5] = value
+    with groups(2) as made:
+        result = reduced(made, [x, nothing], ReduceOp.SUM, "int8")
+    assert abs(result[5] / value - 1) < 1 / 127
+    assert not np.delete(result, 5).any()
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_the_sum_is_computed_in_float32_and_rounded_once(size: int) -> None:
     with groups(size) as made:
