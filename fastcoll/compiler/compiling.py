@@ -24,7 +24,7 @@ import llvmlite.binding as llvm_binding
 import numba
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.compiler_lock import global_compiler_lock
@@ -312,7 +312,7 @@ def _for_c(function: Callable[..., Any], signature: Any) -> Function:
 def link_complete(*functions: Function) -> _Complete:
     """Compile functions, and all that they call, into one library."""
     name, context = functions[0].body.__name__, cpu_target.target_context
-    with no_collection():
+    with compilation():
         library = _Complete(context.codegen(), name)
         module = library.create_ir_module(name)
         for number, function in enumerate(functions):
@@ -339,15 +339,18 @@ def _add_function(library: _Complete, module: ir.Module, symbol: str, function: 
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
-    """Disable the garbage collector during a compilation.
+def compilation() -> Iterator[None]:
+    """Disable the garbage collector during a compilation, and NUMBA_DISABLE_JIT, which is for the user's functions.
 
     Numba keeps millions of objects; the collector would spend 8 % of the time on scanning them.
     """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+    with global_compiler_lock:
+        was_on, disabled = gc.isenabled(), config.DISABLE_JIT
+        gc.disable()
+        config.DISABLE_JIT = 0
+        try:
+            yield
+        finally:
+            config.DISABLE_JIT = disabled
+            if was_on:
+                gc.enable()

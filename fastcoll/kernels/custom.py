@@ -20,7 +20,7 @@ from numba.core.errors import NumbaError, TypingError
 from numba.extending import intrinsic, is_jitted
 
 from ..compiler.cache import ProgressLog
-from ..compiler.compiling import FLAGS, no_collection
+from ..compiler.compiling import FLAGS, compilation
 from ..compiler.elements import CONVERSIONS, WORD, Element, Half, computed_as, element_of
 from ..core.reduce_op import ReduceOp
 from ..errors import ArrayError, UsageError
@@ -55,7 +55,8 @@ def compile_custom(op: ReduceOp, dtype: np.dtype[Any]) -> CFunc:
     """
     function: Any = op.function
     if not is_jitted(function):
-        function = numba.njit(**FLAGS, forceinline=True, no_cfunc_wrapper=True)(plain_function(function))
+        with compilation():
+            function = numba.njit(**FLAGS, forceinline=True, no_cfunc_wrapper=True)(plain_function(function))
 
     def reduce(op, dst, srcs, n, count):
         _fold_by(function, dst, srcs, n, count)
@@ -64,7 +65,7 @@ def compile_custom(op: ReduceOp, dtype: np.dtype[Any]) -> CFunc:
     words = types.int64, types.CPointer(element), *[types.int64] * 3
     compiled = CFunc(reduce, (words, types.void), locals={}, options=dict(FLAGS))
     try:
-        with no_collection(), ProgressLog(f"{op!r} of {dtype}"):
+        with compilation(), ProgressLog(f"{op!r} of {dtype}"):
             compiled.compile()
     except Exception as error:  # Numba raises errors of many kinds
         raise UsageError(

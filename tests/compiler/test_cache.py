@@ -300,6 +300,13 @@ def test_code_for_another_processor_that_a_program_chooses_is_not_kept(
     assert [each for each in caplog.messages if "another processor than the environment" in each]
 
 
+def test_the_switch_that_keeps_users_functions_in_python_does_not_reach_kernels(monkeypatch, own_folder):
+    numba.config.reload_config()
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    assert jit.entry(identity).call(7) == 7
+    assert numba.config.DISABLE_JIT == 1
+
+
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make another user the owner of a file or folder."""
     if os.geteuid() == 0:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import numba
 import numpy as np
 import pytest
 from kernels import checks
@@ -49,6 +50,12 @@ def test_uncompilable_functions_are_refused_by_name(function):
         reducer(ReduceOp.custom(function), np.dtype("f4"))
 
 
+def test_a_function_compiles_while_numba_leaves_functions_alone(monkeypatch):
+    """As with NUMBA_DISABLE_JIT=1, for coverage or a debugger."""
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    assert reducer(ReduceOp.custom(lambda a, b: a if a > b else b), np.dtype("f4")).address
+
+
 @pytest.mark.limit(60)
 def test_long_records_compile_in_seconds():
     dtype = np.dtype([("m", "f8", (2048,))])
@@ -77,6 +84,7 @@ def test_dtypes_without_a_compiled_type_are_refused(dtype):
 AGAIN_AND_AGAIN = """
 import ctypes
 import signal
+import numba
 import numpy as np
 from fastcoll.core.reduce_op import ReduceOp
 from fastcoll.kernels.reduce import reducer
