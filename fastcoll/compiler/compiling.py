@@ -308,7 +308,6 @@ def _for_c(function: Callable[..., Any], signature: Any) -> Function:
     return Function(function, signature, ir.FunctionType(returns, list(map(kind, signature.args))), emit)
 
 
-@global_compiler_lock
 def link_complete(*functions: Function) -> _Complete:
     """Compile functions, and all that they call, into one library."""
     name, context = functions[0].body.__name__, cpu_target.target_context
@@ -340,7 +339,7 @@ def _add_function(library: _Complete, module: ir.Module, symbol: str, function: 
 
 @contextmanager
 def compilation() -> Iterator[None]:
-    """Disable the garbage collector during a compilation, and NUMBA_DISABLE_JIT, which is for the user's functions.
+    """Hold Numba's lock, and disable the garbage collector and NUMBA_DISABLE_JIT, which is for the user's functions.
 
     Numba keeps millions of objects; the collector would spend 8 % of the time on scanning them.
     """

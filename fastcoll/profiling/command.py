@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import FrameType
 
 from ..errors import UnavailableError, UsageError
 from ..pages import html_page
@@ -104,7 +104,7 @@ def run_program(program: Sequence[str], folder: Path) -> int:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Return what tells two files of one name apart; in a container the names of two runs may be equal."""
+    """Return inode and modification time: a log that is written again under its old name has others."""
     state = path.stat()
     return state.st_ino, state.st_mtime_ns
 
@@ -130,7 +130,7 @@ def show(folder: Path, before: Mapping[str, tuple[int, int]], html: Path | None,
     return written
 
 
-def read(folder: Path, left_out: Mapping[str, tuple[int, int]] = MappingProxyType({})) -> Profile | None:
+def read(folder: Path, left_out: Mapping[str, tuple[int, int]]) -> Profile | None:
     """Merge the logs in a folder; None if there are none. Of processes with the same rank, the last one counts.
 
     `left_out`: the names and identities of logs that do not count, because they were there before.

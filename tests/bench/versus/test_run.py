@@ -115,7 +115,7 @@ def test_a_comparison_on_two_hosts(gloo, capfd, join_hosts):
         (
             "all_reduce",
             "def all_reduce(x, *rest):\n    if get_rank() == 1 and x.dtype == 'float32': raise OSError('boom')\n",
-            ["1: was in all_reduce of 8 bytes", "OSError: boom"],
+            ["rank 0, 1: was in all_reduce of 8 bytes", "OSError: boom"],
         ),
         (
             "broadcast",
