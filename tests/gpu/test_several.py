@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numba
 import numpy as np
@@ -64,7 +65,7 @@ KEPT: list[object] = []
 
 
 class Queueing(StagedCarrier):
-    """Queues calls on a stream, runs them at once, and unpacks on the stream, as streams.py does."""
+    """Queues calls on a stream, runs them behind earlier ones, and unpacks on the stream, as streams.py does."""
 
     def plan(self, operation, timeout=None):
         return Queued(super().plan(operation, timeout), self)
@@ -75,7 +76,8 @@ class Queued(StreamCall):
         self.call, self.carrier = call, carrier
 
     def start(self, name, owners):
-        self.call()
+        gate = self.carrier.group.gate
+        gate.submit(name, partial(gate.run_exclusively, self.call)).wait()
         KEPT.append(owners)  # until the stream has finished
         stream = self.carrier.staging.stream(0, "up")
         for owner in owners:
