@@ -1,13 +1,15 @@
-"""DistributedDataParallel on fastcoll beside Gloo: the time of a training step, and how much of it is communication.
+"""DistributedDataParallel or FSDP2 on fastcoll beside Gloo: the time of a training step, and its communication.
 
     python bench/torch_ddp.py                                   # 2 and 4 ranks, an MLP and a transformer
+    python bench/torch_ddp.py --fsdp2                           # the same with each layer's parameters sharded
     python bench/torch_ddp.py --ranks 2 --cases mlp:64 --json run.json
     python bench/torch_ddp.py --results bench/results           # also write the page, and its picture
 
 A model on each backend is trained in turn in the same processes, a block of steps each, from the same weights on the
 same data, with one torch thread per rank, pinned to the usable cores in turn (see versus/pinning.py). A time is the
 slowest rank's median step. A third model, in the same turns, does everything except communicate; the difference between
-its step and that of a backend is the backend's communication time.
+its step and that of a backend is the backend's communication time. Beside FSDP2 it is the model itself, not sharded, so
+the difference also has the time that FSDP2 takes to divide and to join the parameters.
 """
 
 from __future__ import annotations
@@ -34,6 +36,11 @@ CASES = "mlp:32,mlp:64,mlp:256,transformer:1,transformer:2,transformer:8"
 _TOLERANCE = 1e-5  # for losses, because Gloo adds the ranks' gradients in another order
 # The aim for the step's time holds only if at least this share of a step on Gloo is communication.
 _MATTERS = 0.3
+# What the steps without communication are: of DDP, of FSDP2.
+_ALONE = (
+    "the same with a communication hook that does nothing",
+    "the model itself, not sharded; the rest is communication, and FSDP2's own work around it",
+)
 
 Row = dict[str, Any]
 
@@ -42,13 +49,15 @@ def main() -> int:
     options = _parser().parse_args()
     rows = [summary(found) for ranks in options.ranks for found in measure(ranks, options)]
     report = {"kind": "ddp", "machine": _facts(), "command": _command(), "results": rows}
-    lines = [*page(rows), "", *markdown(missed(report))]
+    lines = page(rows, options.fsdp2)
+    if found := missed(report):
+        lines += ["", *markdown(found)]
     print("\n".join(lines))
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     if options.results:
         options.results.mkdir(parents=True, exist_ok=True)
-        report = options.results / f"{date.today()}-torch-ddp.md"
+        report = options.results / f"{date.today()}-torch-{'fsdp2' if options.fsdp2 else 'ddp'}.md"
         picture = report.with_suffix(".png")
         draw(picture, rows)
         lines.insert(1, f"\n![A step's time]({picture.name})")
@@ -65,7 +74,8 @@ def measure(ranks: int, options: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="fastcoll-ddp-") as folder:
         path = Path(folder, "run.json")
         command = [sys.executable, "-m", "fastcoll.launch", "-n", str(ranks), str(worker), str(path)]
-        done = subprocess.run([*command, str(options.seconds), *options.cases.split(",")])
+        wrapper = "fsdp2" if options.fsdp2 else "ddp"
+        done = subprocess.run([*command, wrapper, str(options.seconds), *options.cases.split(",")])
         if done.returncode:
             sys.exit(done.returncode)
         return list(json.loads(path.read_text()))
@@ -101,17 +111,18 @@ def summary(found: Row) -> Row:
     }
 
 
-def page(rows: Sequence[Row]) -> list[str]:
+def page(rows: Sequence[Row], fsdp2: bool) -> list[str]:
     """Return the page: the machine and the table."""
     steps = [row["steps"] for row in rows]
+    wrapper = "FSDP2" if fsdp2 else "DDP"
     lines = [
-        "# DistributedDataParallel on fastcoll and on Gloo",
+        f"# {'FSDP2' if fsdp2 else 'DistributedDataParallel'} on fastcoll and on Gloo",
         "",
         f"- Machine: {describe(_facts())}; torch {version('torch')}; fastcoll {version('fastcoll')}",
         f"- Ranks: one thread of torch each, pinned to cores {_cores()} in turn{_crowded(rows)}",
         "- Method: the sides in the same processes, in turn, 8 steps at a time, every second time in reverse "
-        f"order; the slowest rank's median of {min(steps)} to {max(steps)} steps; DDP's defaults; SGD",
-        "- Computing: the same with a communication hook that does nothing; communication: the share of the rest",
+        f"order; the slowest rank's median of {min(steps)} to {max(steps)} steps; {wrapper}'s defaults; SGD",
+        f"- Computing: {_ALONE[fsdp2]}; communication: the share of the rest",
         f"- Losses: Gloo's and fastcoll's compared at every step; the largest difference is "
         f"{max(row['loss_difference'] for row in rows):.1e}",
         f"- Command: `{_command()}`",
@@ -176,7 +187,10 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Time DistributedDataParallel on fastcoll and on Gloo.")
+    parser = argparse.ArgumentParser(
+        description="Time DistributedDataParallel or FSDP2 on fastcoll and on Gloo."
+    )
+    parser.add_argument("--fsdp2", action="store_true", help="shard each layer instead (fully_shard)")
     parser.add_argument(
         "--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[2, 4], help="default: 2,4"
     )

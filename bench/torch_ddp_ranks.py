@@ -1,7 +1,7 @@
 """The ranks of bench/torch_ddp.py: the same training on each side in turn, timed step by step.
 
-A *side* is a DistributedDataParallel model on a group. There are three: one on Gloo, one on fastcoll, and one with a
-communication hook that does nothing, whose step is the time without communication. They begin with the same weights and
+A *side* is a model on a group, in DistributedDataParallel or sharded by FSDP2. There are three: one on Gloo, one on
+fastcoll, and one that does not communicate, whose step is the time of computing. They begin with the same weights and
 get the same data.
 """
 
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from versus.pinning import pin, place_threads
@@ -28,6 +30,7 @@ POOL = 4  # number of different batches, which are used in turn
 CLASSES = 64
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+Wrapper = Callable[[nn.Module, dist.ProcessGroup | None], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Transformer(nn.Module):
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         x = self.tokens(text) + self.places
-        return self.scores(self.layers(x, mask=self.mask, is_causal=True)).flatten(0, 1)
+        return self.scores(self.layers(x, mask=self.mask, is_causal=True).flatten(0, 1))
 
 
 def mlp() -> nn.Module:
@@ -114,12 +117,35 @@ def exchange_nothing(_: object, bucket: dist.GradBucket) -> torch.futures.Future
     return done
 
 
-def side(case: Case, group: Any, alone: bool = False) -> Side:
+# ---- what a model is wrapped in, by the group, or by None: it does not communicate ---------------------------
+
+
+def in_ddp(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    model = DistributedDataParallel(model, process_group=group)
+    if group is None:
+        model.register_comm_hook(None, exchange_nothing)
+    return model
+
+
+def sharded(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    """Shard every layer by itself, as users do, and the rest with the model."""
+    if group is None:
+        return model
+    mesh = DeviceMesh.from_group(group, "cpu")
+    layers = model.layers.layers if isinstance(model, Transformer) else model
+    for layer in layers:
+        if not isinstance(layer, nn.ReLU):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+WRAPPERS = {"ddp": in_ddp, "fsdp2": sharded}
+
+
+def side(case: Case, wrap: Wrapper, group: Any) -> Side:
     """Return a model on `group`, always with the same initial weights."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(MODELS[case.model](), process_group=group)
-    if alone:
-        model.register_comm_hook(None, exchange_nothing)
+    model = wrap(MODELS[case.model](), group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def step(batch: Batch) -> float:
@@ -133,10 +159,11 @@ def side(case: Case, group: Any, alone: bool = False) -> Side:
     return Side(step)
 
 
-def measure(case: Case, groups: dict[str, Any], seconds: float, cores: Sequence[int]) -> dict[str, Any]:
+def measure(
+    case: Case, wrap: Wrapper, groups: dict[str, Any], seconds: float, cores: Sequence[int]
+) -> dict[str, Any]:
     """Run the sides in turn for `seconds` in all, in reverse order every second time."""
-    sides = {name: side(case, group) for name, group in groups.items()}
-    sides["alone"] = side(case, groups["gloo"], alone=True)
+    sides = {name: side(case, wrap, group) for name, group in groups.items()}
     batches = data(case)
 
     def turns(number: int, timed: bool) -> float:
@@ -160,16 +187,20 @@ def measure(case: Case, groups: dict[str, Any], seconds: float, cores: Sequence[
 
 
 def main() -> None:
-    """Run a rank; arguments: a file for the measurements, the seconds per case, and cases as MODEL:BATCH."""
-    path, seconds, *cases = sys.argv[1:]
+    """Run a rank; arguments: a file for the measurements, the wrapper, the seconds per case, and MODEL:BATCH."""
+    path, wrapper, seconds, *cases = sys.argv[1:]
     cores = sorted(os.sched_getaffinity(0))
     pin(cores, int(os.environ["RANK"]))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    groups = {"gloo": dist.new_group(backend="gloo"), "fastcoll": dist.new_group(backend="fastcoll")}
+    groups = {
+        "gloo": dist.new_group(backend="gloo"),
+        "fastcoll": dist.new_group(backend="fastcoll"),
+        "alone": None,
+    }
     found = []
     for name, _, batch in (case.partition(":") for case in cases):
-        found.append(measure(Case(name, int(batch)), groups, float(seconds), cores))
+        found.append(measure(Case(name, int(batch)), WRAPPERS[wrapper], groups, float(seconds), cores))
     if dist.get_rank() == 0:
         with open(path, "w") as file:
             json.dump(found, file)
