@@ -376,8 +376,11 @@ class Mesh:
             return self._made[key]
         assert peer != self.rank, "a rank has no connection with itself"
         reach("tcp.connection.enter")
-        what = "a data connection with" if kind is ConnectionKind.DATA else "a connection for messages to"
-        doing = f"making {what} {self.monitor.name(peer)}"
+        # Only a send makes a connection for messages.
+        what = (
+            "making a data connection with" if kind is ConnectionKind.DATA else "connecting for the send to"
+        )
+        doing = f"{what} {self.monitor.name(peer)}"
         wait = Wait(self.monitor, doing, lambda: [peer], self._timeout if timeout is None else timeout)
         if kind is ConnectionKind.DATA and self.rank > peer:
             self._await(lambda: key in self._made, wait)
