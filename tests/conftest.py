@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from functools import partial
 
 import pytest
 from limits import Limits
@@ -23,6 +24,8 @@ pytest_plugins = ["pytester", "hosts.plugin"]
 # Ranks neither use nor change the user's tuning cache, and the user's own secret is neither read nor created, except by
 # ranks of a launcher, which must have one. A worker uses its parent's folder.
 os.environ.setdefault("FASTCOLL_TUNING", "none")
+# OpenBLAS starts threads that spin for a while: an import of NumPy would cost half as much again, in many processes.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 _is_rank = any(name in os.environ for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"))
 if not _is_rank and not os.environ.get("XDG_CONFIG_HOME", "").endswith(_CONFIG):
     _folder = tempfile.TemporaryDirectory(suffix=_CONFIG)
@@ -104,7 +107,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """If no path, -k or -m selects tests, omit the slow ones and run two processes, as tests wait a lot."""
+    """If no path, -k or -m selects tests, omit the slow ones and run three processes, as tests wait a lot."""
     if hasattr(config, "workerinput"):  # a process of xdist has only the arguments of the command line
         config.option.markexpr = config.workerinput["markexpr"]
         return
@@ -116,24 +119,36 @@ def pytest_cmdline_main(config):
         return
     config.option.markexpr = SHORT
     if config.pluginmanager.has_plugin("xdist") and config.option.numprocesses is None:
-        config.option.numprocesses, config.option.dist = 2, "loadfile"
+        config.option.numprocesses, config.option.dist = 3, "loadfile"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session):
-    """For `pytest` without arguments, compile everything on all cores; during the tests one core would compile."""
-    if session.config.option.markexpr != SHORT or hasattr(session.config, "workerinput"):
+    """For `pytest` without arguments, compile everything on all cores; during the tests one core would compile.
+
+    The kernels with failpoints, which few tests need, are compiled beside the first tests, when a core is idle.
+    """
+    config = session.config
+    if config.option.markexpr != SHORT or hasattr(config, "workerinput"):
         return
-    # The dtypes of the tests that have failpoints are the second ones.
-    everything = (
-        ({}, "all", ["--njit"]),
-        ({"FASTCOLL_FAILPOINT": "shm.barrier.enter:delay=0"}, "float32,float64", []),
+    warmup = [sys.executable, "-m", "fastcoll.warmup", "--dtypes"]
+    subprocess.run([*warmup, "all", "--njit"], cwd="/", stdout=subprocess.DEVNULL, check=True)
+    compiling = subprocess.Popen(
+        ["nice", *warmup, "float32,float64"],
+        env={**os.environ, "FASTCOLL_FAILPOINT": "shm.barrier.enter:delay=0"},
+        cwd="/",
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
-    with tempfile.TemporaryDirectory() as elsewhere:
-        for more, dtypes, options in everything:
-            command = [sys.executable, "-m", "fastcoll.warmup", "--dtypes", dtypes, *options]
-            environment = {**os.environ, **more}
-            subprocess.run(command, env=environment, cwd=elsewhere, stdout=subprocess.DEVNULL, check=True)
+    config.add_cleanup(partial(_end, compiling))
+
+
+def _end(process):
+    """End a process and its children, unless it has ended."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -137,6 +137,7 @@ def test_the_blocks_about_torch(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_programs_that_are_started_otherwise_print_what_is_shown(tmp_path):
     command, shown = blocks("README.md", "console")[1].split("\n", 1)
     for name, code, words, expected in (

@@ -42,6 +42,7 @@ def caught(x):
     return False
 
 
+@pytest.mark.long
 @pytest.mark.ranks(1, 2, 3)
 def test_any_layout(rank, world_size):
     block = np.arange(24.0).reshape(4, 6) + rank
@@ -364,6 +365,7 @@ def test_wrong_calls_raise_on_all_ranks_and_the_group_stays_usable(rank, world_s
     total(x[:0])
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, fresh=True, may_die=True)
 def test_a_dead_peer_is_named(rank, world_size):
     """By a collective, and by posted messages in a group of their own."""
@@ -423,10 +425,17 @@ def stop(number, frame):
 
 
 @pytest.mark.ranks(2, fresh=True)
-@pytest.mark.parametrize("function", [total_after, caught_after], ids=["uncaught", "caught"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "exit"])
+@pytest.mark.parametrize(
+    ("number", "function"),
+    [
+        pytest.param(signal.SIGINT, caught_after, id="Ctrl-C, caught"),
+        pytest.param(signal.SIGINT, total_after, id="Ctrl-C, uncaught", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, caught_after, id="exit, caught", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, total_after, id="exit, uncaught", marks=pytest.mark.long),
+    ],
+)
 def test_ctrl_c_ends_a_call_and_is_raised_once_even_if_compiled_code_catches_it(
-    rank, world_size, function, number
+    rank, world_size, number, function
 ):
     begun = np.zeros(1)
     for _ in range(2):

@@ -138,6 +138,7 @@ def polled(y, peer):
     return work.wait(), turns
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2)
 def test_exchanges_tests_and_messages_to_oneself(rank, world_size):
     x, y = np.full((4, 6), rank + 1.0), np.zeros((4, 6))
@@ -256,6 +257,7 @@ def two_ways(x, y, peer, left):
     dist.isend(left, peer, tag=4)
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, fresh=True)
 def test_python_completes_requests_that_compiled_code_has_posted(rank, world_size):
     y, left = np.zeros(3), np.zeros(1)
@@ -266,6 +268,7 @@ def test_python_completes_requests_that_compiled_code_has_posted(rank, world_siz
         assert left[0] == turn + 1
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, fresh=True, backend="shm")
 def test_a_request_is_handed_to_python_or_collected_but_not_both(rank, world_size):
     group = dist.group.WORLD

@@ -107,6 +107,7 @@ def test_one_process_compiles_and_the_others_load(uses):
         assert sorted(use.hits[dtype] for use in uses["first"]) == [0, 1]
 
 
+@pytest.mark.long
 def test_the_content_of_the_sources_counts(uses):
     assert uses["touched"][0].hits == (1, 1)
     assert uses["edited"][0].hits == (0, 0)
@@ -114,11 +115,13 @@ def test_the_content_of_the_sources_counts(uses):
     assert [use.greater for found in uses.values() for use in found] == [7] * 6
 
 
+@pytest.mark.long
 def test_the_same_sources_in_another_place_compile_nothing(uses):
     (use,) = uses["elsewhere"]
     assert (use.hits, use.imports_numba, use.says) == ((1, 1), False, [])
 
 
+@pytest.mark.long
 def test_one_process_logs_the_compilations_and_loading_imports_no_numba(uses):
     said = [line for use in uses["first"] for line in use.says]
     assert 1 <= len(said) <= 2, said  # two may compile one each at the same time, and only one of them logs

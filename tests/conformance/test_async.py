@@ -243,6 +243,7 @@ def test_operations_progress_while_python_computes(rank, world_size):
     assert work.wait()
 
 
+@pytest.mark.long
 @pytest.mark.ranks(4)
 def test_overlapping_groups_used_in_different_orders(rank, world_size):
     groups = [([0, 1], dist.new_group([0, 1])), ([1, 2, 3], dist.new_group([1, 2, 3]))]

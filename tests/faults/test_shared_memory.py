@@ -169,6 +169,7 @@ def test_memory_that_is_full_when_a_group_needs_more_is_an_error_on_every_rank(t
         assert any(": ResourceError: /dev/shm has " in text for text in ranks), said
 
 
+@pytest.mark.long
 def test_thirty_groups_with_large_calls_fit_into_a_small_shared_memory(tmp_path):
     """Their slots would take 60 MiB."""
     for result in run_behind(tmp_path, SHM.format("size=16m"), MANY_GROUPS):

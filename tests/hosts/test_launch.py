@@ -154,6 +154,7 @@ def test_ctrl_c_or_a_death_on_one_host_ends_all_and_is_named(
         assert code == 130 or re.search(f"fastcoll.launch: {text}", nodes[1].err), output_of(nodes)
 
 
+@pytest.mark.long
 def test_a_node_that_has_finished_affects_no_other(join_hosts: Join, script: Script, tmp_path: Path) -> None:
     text = "import os, sys, time\nwhile os.environ['RANK'] == '1' and not os.path.exists(sys.argv[1]): time.sleep(0.01)"
     program = script(f"{text}\nprint('done')")

@@ -35,11 +35,8 @@ def top(host: Host) -> tuple[int, list[dict[str, str]], str]:
     return done.returncode, [row for row in last_table(done.stdout) if row["group"] == "WORLD"], done.stderr
 
 
-@pytest.mark.parametrize(
-    "options",
-    [(), pytest.param(("--max-restarts", "1"), marks=pytest.mark.long)],
-    ids=["once", "generations"],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("options", [(), ("--max-restarts", "1")], ids=["once", "generations"])
 def test_the_ranks_of_all_hosts_are_shown_on_each(
     options: tuple[str, ...], join_hosts: Callable[..., Network], tmp_path: Path
 ) -> None:

@@ -135,6 +135,7 @@ def test_at_a_start_on_several_nodes_a_rank_sends_the_store_eight_messages(
         assert [each.name for each in asked] == ["SET_NEW", "GET", *exchange, "GET", *exchange, "ADD"]
 
 
+@pytest.mark.long
 @ranks(UNEVEN)
 def test_a_node_with_a_surplus_rank(rank: int, world_size: int, start: Start) -> None:
     group = start(UNEVEN)

@@ -388,7 +388,7 @@ def test_a_closed_group_unmaps_the_memory_of_its_node(rank: int, world_size: int
 
 
 @ranks(EVEN)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_memory_that_a_running_meeting_uses_stays_mapped(
     rank: int, world_size: int, start: Start, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,7 @@ def test_signals_while_ranks_run_and_in_a_pause(
     assert has_ended(pid)
 
 
+@pytest.mark.long
 def test_a_signal_while_the_log_of_a_restart_is_not_read(script: Script) -> None:
     """stderr is a full pipe. The launcher makes the folder just before it logs the restart."""
     script("if restarts == 0: sys.exit(1)\ntime.sleep(600)")

@@ -171,6 +171,7 @@ dist.destroy_process_group()
         end(job)
 
 
+@pytest.mark.long
 def test_the_caller_of_run_serves(start: Start, port: int) -> None:
     text = """
 def main():
@@ -266,6 +267,7 @@ stay()
     end(job)
 
 
+@pytest.mark.long
 def test_counters_go_on_when_all_ranks_restart(start: Start, port: int) -> None:
     text = """
 dist.init_process_group()

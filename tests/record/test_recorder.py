@@ -153,6 +153,7 @@ def test_a_dump_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["dump.json"]
 
 
+@pytest.mark.long
 @pytest.mark.ranks(1, init=False, fresh=True)  # a process that has not listened before
 def test_traces_may_be_deleted_before_the_last_group_closes(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

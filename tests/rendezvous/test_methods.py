@@ -423,7 +423,7 @@ def test_multicast_works_in_a_process_with_many_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("whose", ["strangers", "the dead"])
+@pytest.mark.parametrize("whose", ["strangers", pytest.param("the dead", marks=pytest.mark.long)])
 def test_multicast_ignores(processes, whose: str) -> None:
     """Strangers' datagrams, and recorded announcements of dead candidates. One of each has the lowest nonce.
 

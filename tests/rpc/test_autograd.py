@@ -247,6 +247,7 @@ class Counts(torch.optim.Optimizer):
                 param.data.copy_(before + 1)
 
 
+@pytest.mark.long
 @pytest.mark.ranks(3)
 def test_references_and_optimizers(first):
     if not first:

@@ -583,6 +583,7 @@ def await_death(worker: str) -> None:
         call_until_it_dies()
 
 
+@pytest.mark.long
 @pytest.mark.ranks(3, fresh=True, may_die=[0])
 def test_the_owner_dies_and_is_named(rank: int) -> None:
     with workers(rank, graceful=False):

@@ -267,6 +267,7 @@ def test_a_peer_reads_and_writes_arrays_made_before_and_after_it_has_mapped_the_
             assert (x == -1).all()
 
 
+@pytest.mark.long
 @pytest.mark.ranks(1, init=False, fresh=True)  # afterwards this process shares no arrays
 def test_a_withdrawn_array_keeps_its_content_and_gets_no_writes_of_peers(rank: int, handler: None) -> None:
     x = np.arange(100_000.0)

@@ -53,8 +53,8 @@ OTHERS: list[tuple[int, str, dict[str, Any]]] = [
     (3, "sizes_differ 1, broadcast 1 @2", {"group": 2, "again": True}),
     # Ranks that look at a word only when its writer wakes them.
     (2, "all_reduce, barrier, all_reduce", {"crowded": True}),
-    (2, "broadcast 3", {"crowded": True}),
-    (2, "reduce 2 @1 +1, broadcast 2", {"crowded": True}),
+    pytest.param(2, "broadcast 3", {"crowded": True}, marks=pytest.mark.long),
+    pytest.param(2, "reduce 2 @1 +1, broadcast 2", {"crowded": True}, marks=pytest.mark.long),
     # Ranks that free their slots between calls.
     (2, "all_reduce 3 +1, broadcast, broadcast 3 @1 +1, all_reduce 2", {"frees": True}),
     (2, "broadcast 3 +1, sizes_differ 2, all_reduce 3, broadcast 2", {"frees": True, "again": True}),

@@ -173,6 +173,7 @@ def stop(rank):
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, init=False, fresh=True)
 def test_a_rank_that_is_too_late_returns_no_wrong_data_and_writes_nothing(rank, world_size, stop, caplog):
     # A rank that reads an array that the other one has changed.

@@ -93,6 +93,7 @@ def test_ranks_are_where_a_plugin_puts_them(inner: InnerRun) -> None:
     assert inner.outcomes("test_places.py") == {"passed": 4}
 
 
+@pytest.mark.long
 def test_leaks_in_the_shared_memory_of_a_place_are_found(inner: InnerRun, shm: Path) -> None:
     assert inner.outcomes("test_left.py") == {"failed": 1}
     inner.said("test_left").fnmatch_lines(
@@ -100,6 +101,7 @@ def test_leaks_in_the_shared_memory_of_a_place_are_found(inner: InnerRun, shm: P
     )
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_start_at_its_place_fails_the_test(inner: InnerRun) -> None:
     assert inner.outcomes("test_nowhere.py") == {"failed": 1}
     inner.said("test_nowhere").fnmatch_lines(
@@ -107,6 +109,7 @@ def test_a_rank_that_cannot_start_at_its_place_fails_the_test(inner: InnerRun) -
     )
 
 
+@pytest.mark.long
 def test_the_backend_of_tests_that_name_none(inner: InnerRun) -> None:
     """test_ranks_plugin.py has the default."""
     assert inner.outcomes("test_backends.py") == {"passed": 2}

@@ -192,6 +192,7 @@ def test_a_stopped_rank_is_named_to_programs_and_to_people(tmp_path):
     assert [row[1] for row in waiting] == ["0", "1", "3"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("program", "call", "what"),
     [
@@ -219,6 +220,7 @@ def test_a_rank_that_computes_beside_an_asynchronous_operation_is_not_shown_in_i
     assert row[-1].startswith(f"its own code, with an asynchronous operation under way: {what}")
 
 
+@pytest.mark.long
 def test_the_culprit_of_a_message_is_named_and_watching_ends_with_the_job_or_by_ctrl_c(tmp_path):
     with hangs(tmp_path, UNSENT, ["rank 1 (pid "], "; it runs its own code") as found, ExitStack() as started:
         (diagnosis,) = found["diagnoses"]

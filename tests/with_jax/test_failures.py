@@ -180,6 +180,7 @@ def ends(processes):
     return reported
 
 
+@pytest.mark.long
 def test_the_exit_of_a_process_waits_for_running_programs(tmp_path):
     pytest.importorskip("jax", reason="pip install jax")
     text = """
