@@ -339,17 +339,18 @@ def _add_function(library: _Complete, module: ir.Module, symbol: str, function: 
 
 @contextmanager
 def compilation() -> Iterator[None]:
-    """Hold Numba's lock, and disable the garbage collector and NUMBA_DISABLE_JIT, which is for the user's functions.
+    """Hold Numba's lock, and disable the garbage collector, NUMBA_DISABLE_JIT and NUMBA_OPT=0.
 
-    Numba keeps millions of objects; the collector would spend 8 % of the time on scanning them.
+    These settings are for the user's functions; code that is not optimised at all has variables, which machine_code.py
+    does not load. Numba keeps millions of objects; the collector would spend 8 % of the time on scanning them.
     """
     with global_compiler_lock:
-        was_on, disabled = gc.isenabled(), config.DISABLE_JIT
+        was_on, disabled, level = gc.isenabled(), config.DISABLE_JIT, config.OPT
         gc.disable()
-        config.DISABLE_JIT = 0
+        config.DISABLE_JIT, config.OPT = 0, level or type(level)(1)
         try:
             yield
         finally:
-            config.DISABLE_JIT = disabled
+            config.DISABLE_JIT, config.OPT = disabled, level
             if was_on:
                 gc.enable()

@@ -25,8 +25,8 @@ from fastcoll.shm import callers
 PACKAGE = Path(fastcoll.__file__).parent
 
 
-def run(*arguments: str, cache: Path) -> str:
-    environ = {"NUMBA_CACHE_DIR": str(cache)}
+def run(*arguments: str, cache: Path, **settings: str) -> str:
+    environ = {"NUMBA_CACHE_DIR": str(cache), **settings}
     done = python("-m", "fastcoll.warmup", *arguments, environ=environ, check=True)
     assert not done.stderr
     return done.stdout
@@ -45,6 +45,11 @@ def test_compiled_code_is_found_the_next_time(tmp_path):
     assert "reductions of bool " in more
     assert "1 kernels compiled" in more
     assert "2 were there" in more
+
+
+@pytest.mark.long
+def test_a_level_without_optimization_is_for_users_functions(tmp_path):
+    assert "2 kernels compiled" in run("--ops", "tcp.poll", "-j", "1", cache=tmp_path, NUMBA_OPT="0")
 
 
 @pytest.mark.long
