@@ -145,7 +145,7 @@ def refuse_undefined(op: ReduceOp, dtype: np.dtype[Any]) -> None:
     """Raise ArrayError, with the cure, if the operation is not defined for this dtype."""
     if not dtype.isnative:
         raise ArrayError(
-            f"{op!r} needs the machine's byte order, got dtype {dtype}; use x.astype({dtype.newbyteorder('=')!r})"
+            f"a reduction needs the machine's byte order, got dtype {dtype}; use x.astype({dtype.newbyteorder('=')!r})"
         )
     if dtype.names is not None and op.function is not None:
         undisturbed(_import_custom).memory_type(dtype)
