@@ -105,6 +105,7 @@ def _of_dtype(values: Array, dtype: np.dtype[Any]) -> Tile:
 
 _BATCH_SECONDS = 20e-6
 _LEAST_CALLS, _MOST_CALLS = 20, 100_000
+_FIRST_PART = 16  # batches; each later part of a measurement has twice as many
 
 
 class Schedule(NamedTuple):
@@ -136,10 +137,25 @@ def estimate(call: Call, calls: int, settle: Call | None = None) -> float:
     return time_batches(call, Schedule(1, max(1, calls)), settle=settle).median
 
 
-def measure(call: Call, plan: Schedule, settle: Call | None = None) -> Timing:
-    """Time `call` as scheduled; `settle` waits at the end of each batch for work that the calls have queued."""
+def measure(
+    call: Call, plan: Schedule, settle: Call | None = None, is_over: Callable[[], bool] | None = None
+) -> tuple[Schedule, Timing]:
+    """Time `call`, and return what was done of the schedule, and the times.
+
+    Args:
+        settle: waits at the end of each batch for work that the calls have queued.
+        is_over: returns whether to end now; asked after 16, 48, 112, ... batches. None: the whole schedule is done.
+    """
+    taken: list[Array] = []
+    done, part = 0, plan.batches if is_over is None else _FIRST_PART
     with no_collector():
-        return time_batches(call, plan, settle=settle)
+        while done < plan.batches:
+            part = min(part, plan.batches - done)
+            taken.append(_each(call, plan._replace(batches=part), perf_counter_ns, settle))
+            done, part = done + part, 2 * part
+            if is_over is not None and done < plan.batches and is_over():
+                break
+    return plan._replace(batches=done), _timing(np.concatenate(taken))
 
 
 def time_batches(call: Call, plan: Schedule, cpu_time: bool = False, settle: Call | None = None) -> Timing:
@@ -148,7 +164,16 @@ def time_batches(call: Call, plan: Schedule, cpu_time: bool = False, settle: Cal
     Args:
         cpu_time: whether to measure this thread's CPU time instead of wall-clock time.
     """
-    clock, batches = thread_time_ns if cpu_time else perf_counter_ns, []
+    return _timing(_each(call, plan, thread_time_ns if cpu_time else perf_counter_ns, settle))
+
+
+def _timing(each: Array) -> Timing:
+    return Timing(float(np.median(each)), float(np.percentile(each, 99)))
+
+
+def _each(call: Call, plan: Schedule, clock: Callable[[], int], settle: Call | None) -> Array:
+    """Return the seconds per call of each batch."""
+    batches = []
     for _ in range(plan.batches):
         start = clock()
         for _ in range(plan.calls):
@@ -156,8 +181,7 @@ def time_batches(call: Call, plan: Schedule, cpu_time: bool = False, settle: Cal
         if settle is not None:
             settle()
         batches.append(clock() - start)
-    each = np.array(batches) * 1e-9 / plan.calls
-    return Timing(float(np.median(each)), float(np.percentile(each, 99)))
+    return np.array(batches) * 1e-9 / plan.calls
 
 
 @contextmanager

@@ -33,9 +33,23 @@ def test_short_calls_share_batches_and_there_are_limits():
 def test_median_and_p99_are_over_batches(monkeypatch):
     clock = iter([0, 100, 0, 100, 0, 100, 0, 100, 0, 1100])
     monkeypatch.setattr(measuring, "perf_counter_ns", lambda: next(clock))
-    found = measure(lambda: None, Schedule(5, 10))
+    _, found = measure(lambda: None, Schedule(5, 10))
     assert found.median == 10e-9
     assert 100e-9 < found.p99 <= 110e-9
+
+
+@pytest.mark.parametrize(("ends_after", "batches"), [(1, 16), (2, 48), (3, 100)])
+def test_a_measurement_that_takes_too_long_ends_early(ends_after, batches):
+    calls, asked = [], []
+
+    def is_over():
+        asked.append(len(calls) // 2)
+        return len(asked) == ends_after
+
+    done, _ = measure(lambda: calls.append(1), Schedule(100, 2), is_over=is_over)
+    assert done == Schedule(batches, 2)
+    assert len(calls) == 2 * batches
+    assert asked == [16, 48][:ends_after]
 
 
 def test_a_thread_that_sleeps_takes_no_cpu_time(monkeypatch):
