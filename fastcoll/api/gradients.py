@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.arrays import room_like
+from ..arrays.arrays import import_array, libraries, room_like
+from ..arrays.dtypes import widened
 from ..core.operands import whole
 from ..core.reduce_op import ReduceOp
 from ..core.travel import TRAVELS, refuse_unknown
@@ -168,18 +169,17 @@ class GradientReducer:
             this rank so far.
 
         Raises:
-            UsageError: the keys or shapes differ from those of `params`; or as for `wait`.
+            UsageError, ArrayError: the keys or shapes differ from those of `params`, a gradient is no array, or is
+                complex although its parameter is not; or as for `wait`.
         """
         named = _named(gradients)
         if named.keys() != self._place.keys():
             raise UsageError(f"gradients has {list(named)}; params had {list(self._place)}")
-        for key, bucket in self._place.items():
-            shape, expected = np.shape(named[key]), bucket.views[key].shape
-            if shape != expected:
-                raise UsageError(f"gradients[{key!r}] has shape {shape}; params[{key!r}] had {expected}")
+        arrays = {key: _readable(key, named[key], bucket.views[key]) for key, bucket in self._place.items()}
         for key, bucket in self._place.items():
             view = bucket.views[key]
-            view[...] = view + named[key] if key in self._accumulated else named[key]
+            with self._abandoning():  # a computation of JAX may fail only now
+                view[...] = view + arrays[key] if key in self._accumulated else arrays[key]
             self.ready(key)
         self.wait()
         averages = {key: _like(named[key], self._place[key].views[key]) for key in named}
@@ -360,6 +360,23 @@ def _named(arrays: Any) -> dict[Key, Any]:
     return {**arrays} if isinstance(arrays, Mapping) else dict(enumerate(arrays))
 
 
+def _readable(key: Key, gradient: Any, view: Any) -> Any:
+    """Return a gradient as an array that can be assigned to `view`; raise an error if it does not fit.
+
+    An array of JAX is returned unchanged, as an import would wait until it is computed.
+    """
+    array = gradient
+    if isinstance(view, np.ndarray) and not any(name.startswith("jax") for name in libraries(gradient)):
+        array = import_array(gradient, writable=False, what=f"gradients[{key!r}]").array
+        if array.dtype.name == "bfloat16" and array.dtype != view.dtype:
+            array = widened(array)
+    if array.shape != view.shape:
+        raise UsageError(f"gradients[{key!r}] has shape {array.shape}; params[{key!r}] had {view.shape}")
+    if array.dtype.kind == "c" != view.dtype.kind:
+        raise UsageError(f"gradients[{key!r}] is of {array.dtype}; params[{key!r}] was of {view.dtype}")
+    return array
+
+
 def _like(x: Any, view: Any) -> Any:
     """Return a new array of the same library and shape as `x`, with the content of the view."""
     if not isinstance(view, np.ndarray):
@@ -378,6 +395,11 @@ def _cut(params: Mapping[Key, Any], bucket_bytes: int) -> Iterable[list[Key]]:
         for attribute in ("shape", "dtype", "nbytes"):
             if not hasattr(param, attribute):
                 raise UsageError(f"params[{key!r}] is of type {type(param).__name__}; give an array")
+        if "torch" in libraries(param):
+            raise UsageError(
+                f"params[{key!r}] is a tensor of torch; use torch.nn.parallel.DistributedDataParallel on the backend "
+                "'fastcoll', or give NumPy arrays of the same shapes"
+            )
         if param.dtype.kind not in "fcV" or param.dtype.hasobject:
             raise UsageError(f"params[{key!r}] is of {param.dtype}; gradients are floats or complex")
         if bucket and (param.dtype != dtype or filled + param.nbytes > most):

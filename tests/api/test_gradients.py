@@ -233,6 +233,53 @@ def test_reduce_refuses_other_shapes(wrong: np.ndarray) -> None:
     assert reducer.reduce([np.ones((2, 3)), np.zeros(1)])[0].tolist() == [[1] * 3] * 2
 
 
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (np.ones(2) * 1j, r"gradients\['a'\] is of complex128; params\['a'\] was of float32"),
+        (None, r"gradients\['a'\] must be an array, got NoneType"),
+        (["b", "c"], r"gradients\['a'\] must be an array, got list"),
+    ],
+)
+def test_a_reducer_works_after_a_gradient_that_is_refused(wrong: object, text: str) -> None:
+    reducer = GradientReducer({"a": np.zeros(2, "f4"), "b": np.zeros(2, "f4")}, bucket_bytes=1)
+    with pytest.raises(dist.UsageError, match=text):
+        reducer.reduce({"a": wrong, "b": np.ones(2)})
+    assert reducer.reduce({"a": np.ones(2), "b": np.ones(2)})["a"].tolist() == [1, 1]
+
+
+@pytest.mark.ranks(1)
+def test_a_reducer_works_after_a_gradient_whose_computation_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Computed:
+        """An array that is computed when NumPy reads it, as those of JAX."""
+
+        __module__ = "jaxlib"
+        shape, dtype = (2,), np.dtype("f4")
+
+        def __array__(self, *_: object, **__: object) -> np.ndarray:
+            raise FloatingPointError("computed in vain")
+
+    reducer = GradientReducer([np.zeros(2, "f4"), np.zeros(2, "f4")], bucket_bytes=1)
+    with pytest.raises(FloatingPointError):
+        reducer.reduce([Computed(), np.ones(2)])
+    assert [x.tolist() for x in reducer.reduce([np.ones(2), np.ones(2)])] == [[1, 1]] * 2
+
+
+@pytest.mark.ranks(1)
+def test_gradients_of_torch() -> None:
+    torch = pytest.importorskip("torch", reason="pip install torch")
+    reducer = GradientReducer([np.zeros(2, "f4")])
+    for given in (torch.ones(2, requires_grad=True), torch.ones(2, dtype=torch.bfloat16)):
+        (average,) = reducer.reduce([given])
+        assert type(average) is torch.Tensor
+        assert average.tolist() == [1, 1]
+    with pytest.raises(
+        dist.UsageError, match=r"params\[1\] is a tensor of torch; use .*DistributedDataParallel"
+    ):
+        GradientReducer(torch.nn.Linear(2, 2).parameters())
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("find_unused", [False, True])
 def test_a_reducer_works_after_an_error_that_leaves_the_group_usable(rank: int, find_unused: bool) -> None:
