@@ -286,6 +286,13 @@ def _rows(x: Any, group: Group) -> Any:
 
 def _called(site: Site, arrays: list[Any], token: Any) -> Any:
     """Make the call; return the result array, the token, both as a tuple, or None."""
+    for x in arrays:
+        parts = x if isinstance(x, list | tuple) else ()
+        if x is None or isinstance(x, str | bytes | dict) or any(hasattr(part, "dtype") for part in parts):
+            raise UsageError(
+                f"{site.kind}: the array is of type {type(x).__name__}; give an array, or each leaf of a tree: "
+                "jax.tree.map(fj.all_reduce, grads)"
+            )
     arrays = [jnp.asarray(x) for x in arrays]
     for x in arrays:
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):

@@ -33,6 +33,9 @@ def test_wrong_calls(rank, world_size, jax, fj):
         (lambda x: fj.all_gather(jax.random.key(1)), dist.ArrayError, "jax.random.key_data"),
         (lambda x: fj.all_gather(x.astype("int4")), dist.ArrayError, "less than a byte"),
         (lambda x: fj.all_reduce(x, token=x), dist.UsageError, "token is an array of float32"),
+        (lambda x: fj.all_reduce({"a": x}), dist.UsageError, r"of type dict; give an array.*jax\.tree\.map"),
+        (lambda x: fj.broadcast([x, x], 0), dist.UsageError, "of type list; give an array"),
+        (lambda x: fj.send(None, 1 - rank), dist.UsageError, "of type NoneType; give an array"),
         (
             lambda x: jax.vmap(lambda t: fj.all_reduce(x, token=t)[0])(token[None]),
             dist.UsageError,
