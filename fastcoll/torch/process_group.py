@@ -215,6 +215,7 @@ class FastcollProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         the group.
         """
         limit = self.fastcoll.timeout if timeout in (None, _GROUPS_OWN) else timeout.total_seconds()
+        self.fastcoll.gate.check_usable()  # of a failure before this call, the sentence would not be true
         try:
             self.fastcoll.fast.monitored_barrier(limit)
         except GroupError as error:

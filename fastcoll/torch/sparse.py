@@ -18,6 +18,9 @@ from ..core.reduce_op import ReduceOp
 from ..core.work import Work
 from ..errors import MismatchError, UnavailableError
 
+_HEADER = 256
+"""Bytes of the exchange of sizes: a number of entries, a checksum of dtype, shape and dimensions, and their text."""
+
 
 def all_reduce_sparse(
     group: ProcessGroup, x: torch.Tensor, op: ReduceOp, async_op: bool = False
@@ -37,19 +40,22 @@ def all_reduce_sparse(
     part = x.detach().coalesce()
     indices, values = part.indices(), part.values()
     dims, entry = part.sparse_dim(), values.shape[1:]
-    kind = [zlib.crc32(str(x.dtype).encode()), dims, *x.shape]
-    mine = np.array([values.shape[0], *kind], np.int64)
+    kind = f"{x.dtype}, shape {tuple(x.shape)}, {dims} sparse dimensions".encode()
+    mine = np.zeros(_HEADER, np.uint8)
+    mine[:16].view(np.int64)[:] = values.shape[0], zlib.crc32(kind)
+    shown = kind[: _HEADER - 16]
+    mine[16 : 16 + len(shown)] = [*shown]
     sent = np.concatenate([_bytes(indices), _bytes(values)])
 
     def call() -> None:
         rows = group.rows_of_all(mine)
         for rank, row in enumerate(rows):
-            if not np.array_equal(row[1:], rows[0][1:]):
+            if not np.array_equal(row[8:], rows[0][8:]):
+                first, other = (bytes(each[16:]).rstrip(b"\0").decode() for each in (rows[0], row))
                 raise MismatchError(
-                    f"all_reduce: the sparse tensors of ranks 0 and {rank} differ in dtype, shape or number of sparse "
-                    f"dimensions: {rows[0][3:].tolist()} with {rows[0][2]} sparse, and {row[3:].tolist()} with {row[2]}"
+                    f"all_reduce: the sparse tensors of ranks 0 and {rank} differ: {first}; {other}"
                 )
-        counts = rows[:, 0].tolist()
+        counts = rows[:, :8].copy().view(np.int64)[:, 0].tolist()
         each = 8 * dims + values.itemsize * entry.numel()
         parts = [torch.empty(count * each, dtype=torch.uint8) for count in counts]
         outs = tuple(part.numpy() for part in parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from functools import partial
 from typing import Any
@@ -160,8 +161,17 @@ def check_sparse_sums() -> None:
                 same(partial(run, dtype=dtype, asynchronous=asynchronous))
     with pytest.raises(UnavailableError, match=r"op is MAX.*SUM"):
         dist.all_reduce(torch.eye(3).to_sparse(), ReduceOp.MAX, group=pair.OURS)
-    with pytest.raises(MismatchError, match=r"sparse tensors of ranks 0 and 1 differ.*\[3, 3\].*\[4, 4\]"):
-        dist.all_reduce(torch.eye(3 + (rank() == 1)).to_sparse(), group=pair.OURS)
+    here = "torch.float32, shape (3, 3), 2 sparse dimensions"
+    for other, text in (
+        (torch.eye(4), "torch.float32, shape (4, 4), 2 sparse dimensions"),
+        (torch.eye(3).double(), "torch.float64, shape (3, 3), 2 sparse dimensions"),
+        (torch.ones(3), "torch.float32, shape (3,), 1 sparse dimensions"),
+        (torch.ones([1] * 100), "torch.float32, shape (1, 1, "),  # the text is cut
+    ):
+        with pytest.raises(
+            MismatchError, match=re.escape(f"sparse tensors of ranks 0 and 1 differ: {here}; {text}")
+        ):
+            dist.all_reduce((other if rank() == 1 else torch.eye(3)).to_sparse(), group=pair.OURS)
 
 
 def check_single_gathers() -> None:
