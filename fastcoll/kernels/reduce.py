@@ -127,7 +127,7 @@ def reducer_signature(dtype: str) -> str:
 _KINDS = "biufc"
 HALVES = ("float16", "bfloat16")
 _UNDEFINED = {
-    "b": ((AVG,), "convert it with .astype first, say to float32"),
+    "b": ((AVG,), "convert it first, say to float32"),
     "f": ((BAND, BOR, BXOR), "view it as integers with .view if bits are meant"),
     "c": (
         (MIN, MAX, BAND, BOR, BXOR, LAND, LOR, LXOR),
