@@ -168,11 +168,11 @@ def explain(ranks: Ranks, whereabouts: Whereabouts, now: float) -> list[Diagnosi
         diagnoses.append(_of_unseen(lost, waits, where))
     diagnoses += [_of_circle(circle, waits) for circle in circles(among)]
     blamed = {rank for diagnosis in diagnoses for rank in diagnosis.ranks}
-    diagnoses += [
-        _of_nobody(held)
-        for held in _by_call(waits)
-        if not any(wait.late or wait.rank in blamed for wait in held)
-    ]
+    for held in _by_call(waits):  # a call that all members are in, and that does not finish, is of nobody
+        if not any(wait.late or wait.rank in blamed for wait in held):
+            where, seconds = _where(held[0]), seconds_of(_seconds(held))
+            text = f"{_names(held)} been in {where} for {seconds}, and no rank is late"
+            diagnoses.append(Diagnosis(text, (), _SLOW, ()))
     for rank in ranks.values():
         if not rank.is_able and rank.rank not in blamed:
             state, then = condition(rank.process)
@@ -318,12 +318,6 @@ def _of_circle(circle: Sequence[int], waits: Sequence[RankWait]) -> Diagnosis:
         then = "let one of them send while the other receives, or post the messages by isend and irecv first"
     what = "wait for one another" if len(circle) > 1 else "waits for itself"
     return Diagnosis(f"{names(circle)} {what}", tuple(lines), then, tuple(circle))
-
-
-def _of_nobody(held: Sequence[RankWait]) -> Diagnosis:
-    """Describe a call that all members are in and that does not finish."""
-    text = f"{_names(held)} been in {_where(held[0])} for {seconds_of(_seconds(held))}, and no rank is late"
-    return Diagnosis(text, (), _SLOW, ())
 
 
 def _where(wait: RankWait) -> str:

@@ -112,7 +112,7 @@ def check_monitored_barriers_have_gloos_texts() -> None:
         if rank() == 0:
             fails(ours, match, everyone=everyone)
             with pytest.raises(
-                CollectiveTimeoutError, match="^timed out: .* 0.1 s"
+                CollectiveTimeoutError, match=r"^timed out: .* 0.1 s"
             ):  # the same failure again
                 ours.monitored_barrier(timedelta(seconds=31))
             # Gloo looks at its clock before it waits for a rank, and is late where this process had no core.
