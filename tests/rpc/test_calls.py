@@ -627,9 +627,11 @@ def test_a_thread_that_connects_to_a_stopped_worker_ends_with_shutdown(rank: int
             error, left = together(lambda: rpc.rpc_sync("w1", os.getpid, timeout=0), leave)
         finally:
             os.kill(pids[1], signal.SIGCONT)
+            fastcoll.barrier()
         assert isinstance(error, AbortedError), error
         assert left is None
     else:
+        fastcoll.barrier()  # until then rank 0 must not see that this worker leaves
         rpc.shutdown(graceful=False)
 
 
