@@ -111,9 +111,8 @@ def check_monitored_barriers_have_gloos_texts() -> None:
         ours, gloo = (dist.new_group(backend=name, timeout=pair.TIMEOUT) for name in ("fastcoll", "gloo"))
         if rank() == 0:
             fails(ours, match, everyone=everyone)
-            with pytest.raises(
-                CollectiveTimeoutError, match=r"^timed out: .* 0.1 s"
-            ):  # the same failure again
+            # The same failure again.
+            with pytest.raises(CollectiveTimeoutError, match=r"^timed out: .* 0.1 s"):
                 ours.monitored_barrier(timedelta(seconds=31))
             # Gloo looks at its clock before it waits for a rank, and is late where this process had no core.
             fails(gloo, f"{match}|Rank 0 timed out in monitoredBarrier after 100 ms", everyone=everyone)
