@@ -15,11 +15,9 @@ import torch
 from ..core.group import ProcessGroup
 from ..core.operation import Operation
 from ..core.reduce_op import ReduceOp
+from ..core.signature import gather_texts
 from ..core.work import Work
 from ..errors import MismatchError, UnavailableError
-
-_HEADER = 256
-"""Bytes of the exchange of sizes: a number of entries, a checksum of dtype, shape and dimensions, and their text."""
 
 
 def all_reduce_sparse(
@@ -40,22 +38,20 @@ def all_reduce_sparse(
     part = x.detach().coalesce()
     indices, values = part.indices(), part.values()
     dims, entry = part.sparse_dim(), values.shape[1:]
-    kind = f"{x.dtype}, shape {tuple(x.shape)}, {dims} sparse dimensions".encode()
-    mine = np.zeros(_HEADER, np.uint8)
-    mine[:16].view(np.int64)[:] = values.shape[0], zlib.crc32(kind)
-    shown = kind[: _HEADER - 16]
-    mine[16 : 16 + len(shown)] = [*shown]
+    kind = f"{x.dtype}, shape {tuple(x.shape)}, {dims} sparse dimensions"
+    mine = np.array([values.shape[0], zlib.crc32(kind.encode())], np.int64)
     sent = np.concatenate([_bytes(indices), _bytes(values)])
 
     def call() -> None:
         rows = group.rows_of_all(mine)
-        for rank, row in enumerate(rows):
-            if not np.array_equal(row[8:], rows[0][8:]):
-                first, other = (bytes(each[16:]).rstrip(b"\0").decode() for each in (rows[0], row))
-                raise MismatchError(
-                    f"all_reduce: the sparse tensors of ranks 0 and {rank} differ: {first}; {other}"
-                )
-        counts = rows[:, :8].copy().view(np.int64)[:, 0].tolist()
+        others = (rows[:, 1] != rows[0, 1]).nonzero()[0]
+        if others.size:
+            texts = gather_texts(kind, group.size, lambda all_, own: np.copyto(all_, group.rows_of_all(own)))
+            rank = int(others[0])
+            raise MismatchError(
+                f"all_reduce: the sparse tensors of ranks 0 and {rank} differ: {texts[0]}; {texts[rank]}"
+            )
+        counts = rows[:, 0].tolist()
         each = 8 * dims + values.itemsize * entry.numel()
         parts = [torch.empty(count * each, dtype=torch.uint8) for count in counts]
         outs = tuple(part.numpy() for part in parts)

@@ -166,7 +166,7 @@ def check_sparse_sums() -> None:
         (torch.eye(4), "torch.float32, shape (4, 4), 2 sparse dimensions"),
         (torch.eye(3).double(), "torch.float64, shape (3, 3), 2 sparse dimensions"),
         (torch.ones(3), "torch.float32, shape (3,), 1 sparse dimensions"),
-        (torch.ones([1] * 100), "torch.float32, shape (1, 1, "),  # the text is cut
+        (torch.ones([1] * 100), "torch.float32, shape (1, 1, "),
     ):
         with pytest.raises(
             MismatchError, match=re.escape(f"sparse tensors of ranks 0 and 1 differ: {here}; {text}")
