@@ -36,11 +36,14 @@ CASES = "mlp:32,mlp:64,mlp:256,transformer:1,transformer:2,transformer:8"
 _TOLERANCE = 1e-5  # for losses, because Gloo adds the ranks' gradients in another order
 # The aim for the step's time holds only if at least this share of a step on Gloo is communication.
 _MATTERS = 0.3
-# What the steps without communication are: of DDP, of FSDP2.
-_ALONE = (
-    "the same with a communication hook that does nothing",
-    "the model itself, not sharded; the rest is communication, and FSDP2's own work around it",
-)
+# The name of each wrapper, and its side that does not communicate.
+_WRAPPERS = {
+    "ddp": ("DistributedDataParallel", "the same with a communication hook that does nothing"),
+    "fsdp2": (
+        "FSDP2",
+        "the model itself, not sharded; the rest is communication, and FSDP2's own work around it",
+    ),
+}
 
 Row = dict[str, Any]
 
@@ -49,7 +52,7 @@ def main() -> int:
     options = _parser().parse_args()
     rows = [summary(found) for ranks in options.ranks for found in measure(ranks, options)]
     report = {"kind": "ddp", "machine": _facts(), "command": _command(), "results": rows}
-    lines = page(rows, options.fsdp2)
+    lines = page(rows, options.wrapper)
     if found := missed(report):
         lines += ["", *markdown(found)]
     print("\n".join(lines))
@@ -57,7 +60,7 @@ def main() -> int:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     if options.results:
         options.results.mkdir(parents=True, exist_ok=True)
-        report = options.results / f"{date.today()}-torch-{'fsdp2' if options.fsdp2 else 'ddp'}.md"
+        report = options.results / f"{date.today()}-torch-{options.wrapper}.md"
         picture = report.with_suffix(".png")
         draw(picture, rows)
         lines.insert(1, f"\n![A step's time]({picture.name})")
@@ -74,8 +77,7 @@ def measure(ranks: int, options: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="fastcoll-ddp-") as folder:
         path = Path(folder, "run.json")
         command = [sys.executable, "-m", "fastcoll.launch", "-n", str(ranks), str(worker), str(path)]
-        wrapper = "fsdp2" if options.fsdp2 else "ddp"
-        done = subprocess.run([*command, wrapper, str(options.seconds), *options.cases.split(",")])
+        done = subprocess.run([*command, options.wrapper, str(options.seconds), *options.cases.split(",")])
         if done.returncode:
             sys.exit(done.returncode)
         return list(json.loads(path.read_text()))
@@ -111,18 +113,18 @@ def summary(found: Row) -> Row:
     }
 
 
-def page(rows: Sequence[Row], fsdp2: bool) -> list[str]:
+def page(rows: Sequence[Row], wrapper: str) -> list[str]:
     """Return the page: the machine and the table."""
     steps = [row["steps"] for row in rows]
-    wrapper = "FSDP2" if fsdp2 else "DDP"
+    name, alone = _WRAPPERS[wrapper]
     lines = [
-        f"# {'FSDP2' if fsdp2 else 'DistributedDataParallel'} on fastcoll and on Gloo",
+        f"# {name} on fastcoll and on Gloo",
         "",
         f"- Machine: {describe(_facts())}; torch {version('torch')}; fastcoll {version('fastcoll')}",
         f"- Ranks: one thread of torch each, pinned to cores {_cores()} in turn{_crowded(rows)}",
         "- Method: the sides in the same processes, in turn, 8 steps at a time, every second time in reverse "
-        f"order; the slowest rank's median of {min(steps)} to {max(steps)} steps; {wrapper}'s defaults; SGD",
-        f"- Computing: {_ALONE[fsdp2]}; communication: the share of the rest",
+        f"order; the slowest rank's median of {min(steps)} to {max(steps)} steps; {wrapper.upper()}'s defaults; SGD",
+        f"- Computing: {alone}; communication: the share of the rest",
         f"- Losses: Gloo's and fastcoll's compared at every step; the largest difference is "
         f"{max(row['loss_difference'] for row in rows):.1e}",
         f"- Command: `{_command()}`",
@@ -190,7 +192,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Time DistributedDataParallel or FSDP2 on fastcoll and on Gloo."
     )
-    parser.add_argument("--fsdp2", action="store_true", help="shard each layer instead (fully_shard)")
+    parser.add_argument(
+        "--fsdp2", dest="wrapper", action="store_const", const="fsdp2", default="ddp",
+        help="shard each layer instead (fully_shard)",
+    )  # fmt: skip
     parser.add_argument(
         "--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[2, 4], help="default: 2,4"
     )
