@@ -127,8 +127,8 @@ def timed(
 ) -> tuple[Schedule, Timing]:
     """Time a collective call; return the schedule and the slowest rank's times.
 
-    Rank 0 chooses the schedule after `warmup` calls, and ends it early after twice the time: beside other programs the
-    first calls may be a thousand times as fast as the later ones.
+    Rank 0 chooses the schedule after `warmup` calls, and ends it early after twice the time: beside other programs
+    later calls may take far longer.
     """
     plan = np.array(m.schedule(m.estimate(call, warmup, settle), seconds, iterations))
     dist.broadcast(plan, 0)
